@@ -1,0 +1,71 @@
+"""The only door to the kernel package.
+
+``kernels/torch-ext/ldsa`` is a Hugging Face kernel-builder package and the code that ldsa_nn runs:
+one source, no copy. A wheel carries it as ``ldsa_nn/_ldsa``; an editable install and a bare
+checkout read it where it lies. It is imported as ``ldsa_nn._ldsa`` in every case, so tracebacks,
+pickles and multiprocessing workers see one name.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+
+__all__ = ["eager_ldsa", "ldsa_local_attention", "ldsa_weights"]
+
+_NAME = "ldsa_nn._ldsa"
+
+# Operators live in a process-wide table, where a second registration of a name silently replaces
+# the first. Each build of the kernel package has a namespace of its own; this is ours.
+_NAMESPACE = "ldsa_nn"
+
+
+def _add_op_namespace_prefix(op_name: str) -> str:
+    return f"{_NAMESPACE}::{op_name}"
+
+
+def _load() -> ModuleType:
+    """Import the kernel package as ``ldsa_nn._ldsa``."""
+    here = Path(__file__).resolve().parent
+    places = (here / "_ldsa", here.parent / "kernels" / "torch-ext" / "ldsa")
+    source = next((place for place in places if (place / "__init__.py").is_file()), None)
+    if source is None:
+        raise ImportError(f"the kernel package is missing, looked in {places[0]} and {places[1]}")
+    spec = importlib.util.spec_from_file_location(
+        _NAME, source / "__init__.py", submodule_search_locations=[str(source)]
+    )
+    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    package = importlib.util.module_from_spec(spec)
+
+    # kernel-builder generates _ops.py in each of its builds; here it is this module.
+    ops = ModuleType(f"{_NAME}._ops", "The operator namespace of this copy of the kernel package.")
+    ops.__dict__.update(
+        add_op_namespace_prefix=_add_op_namespace_prefix, ops=getattr(torch.ops, _NAMESPACE)
+    )
+
+    before = set(sys.modules)
+    sys.modules[_NAME] = package
+    sys.modules[ops.__name__] = ops
+    try:
+        spec.loader.exec_module(package)
+    except BaseException:
+        # A second attempt must start afresh, not find half a package.
+        for name in set(sys.modules) - before:
+            if name == _NAME or name.startswith(f"{_NAME}."):
+                del sys.modules[name]
+        raise
+    sys.modules["ldsa_nn"].__dict__["_ldsa"] = package
+    return package
+
+
+if TYPE_CHECKING:
+    # Type checkers find the source under [tool.mypy] mypy_path.
+    from ldsa import eager_ldsa, ldsa_local_attention, ldsa_weights
+else:
+    _package = _load()
+    eager_ldsa = _package.eager_ldsa
+    ldsa_local_attention = _package.ldsa_local_attention
+    ldsa_weights = _package.ldsa_weights
