@@ -37,7 +37,8 @@ def _load() -> ModuleType:
     spec = importlib.util.spec_from_file_location(
         _NAME, source / "__init__.py", submodule_search_locations=[str(source)]
     )
-    assert spec is not None and spec.loader is not None  # a .py file always has a loader
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{source} cannot be loaded as a package")
     package = importlib.util.module_from_spec(spec)
 
     # kernel-builder generates _ops.py in each of its builds; here it is this module.
