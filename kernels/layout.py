@@ -154,7 +154,7 @@ def _refuse_foreign(target: Path, name: str) -> None:
             not target.is_symlink()
             and str(Metadata.read_from_file(target / "metadata.json").name) == name
         )
-    except ValueError:
+    except (OSError, ValueError):
         ours = False
     if not ours:
         raise FileExistsError(f"{target} is not a build of the kernel {name!r}, left as it is")

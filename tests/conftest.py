@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def data_dir():
-    """The folder of real speech beside the checkout; where it is missing, a skip (CI: a failure)."""
+    """The folder of real speech beside the checkout. Missing, it is a skip, and in CI a failure."""
     path = ROOT.parent / "shared" / "data"
     if not path.is_dir():
         (pytest.fail if CI else pytest.skip)(f"no speech data in {path}")

@@ -10,7 +10,7 @@ from typing import Optional
 
 from torch import Tensor, nn
 
-from .ldsa import ldsa_local_attention
+from .op import ldsa_local_attention
 
 __all__ = ["LdsaLocalAttention", "LdsaPaddedLocalAttention"]
 
