@@ -1,0 +1,338 @@
+"""Local dense synthesizer attention layers, with the reference repository's parameters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ldsa_nn.functional import (
+    frames_inside,
+    keep_mask,
+    ldsa_local_attention,
+    ldsa_weights,
+    mask_extent,
+)
+
+__all__ = ["HybridAttention", "LocalDenseSynthesizerAttention"]
+
+
+def _check_sequence(name: str, x: Tensor, n_feat: int, like: Tensor | None = None) -> None:
+    if x.dim() != 3 or x.shape[2] != n_feat:
+        raise ValueError(f"{name} must have shape [B,T,D] with D={n_feat}, got {list(x.shape)}")
+    if like is not None and x.shape != like.shape:
+        raise ValueError(f"{name} must have query's shape {list(like.shape)}, got {list(x.shape)}")
+
+
+def _extent(
+    query: Tensor, mask: Tensor | None, lengths: Tensor | None, honor_mask: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(starts, lengths) from whichever of mask and lengths is given."""
+    if mask is None or not honor_mask:
+        return None, lengths
+    if lengths is not None:
+        raise ValueError("give lengths or mask, not both")
+    return mask_extent(mask, query.shape[0], query.shape[1])
+
+
+class LocalDenseSynthesizerAttention(nn.Module):
+    """Multi-head local dense synthesizer attention (LDSA).
+
+        logits = w2(relu(w1(query)))     [B,T,H,W], W = left + 1 + right
+        out = w_out(sum over the window of softmax(logits) * w3(value))
+
+    Parameters have the reference classes' names and shapes, so their state dicts load strictly.
+
+    Args:
+        n_head: number of heads H, a divisor of n_feat.
+        n_feat: model width D.
+        dropout_rate: dropout of the attention weights in training, in [0, 1).
+        context_size: odd window size W in frames, centred: left = right = (context_size - 1) / 2.
+        use_bias: biases in w1, w2, w3 and w_out.
+        left, right: frames before and after each frame; both or neither, instead of context_size.
+        edge: "zero" (reference LocalDenseSynthesizerAttention) or "renormalize"
+            (LocalDenseSynthesizerAttention2), what window slots outside the sequence do.
+        grouped_w2: w2 per head (reference MHLocalDenseSynthesizerAttention): weight (H*W, D/H, 1),
+            always with a bias.
+        honor_mask: False ignores forward's mask, as the reference does.
+        implementation: "auto", "triton" or "eager", passed to `ldsa_local_attention`.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong type or value.
+
+    Source: Xu, Li, Zhang, ICASSP 2021, arXiv 2010.12155.
+    """
+
+    def __init__(
+        self,
+        n_head: int,
+        n_feat: int,
+        dropout_rate: float = 0.0,
+        context_size: int = 15,
+        use_bias: bool = False,
+        *,
+        left: int | None = None,
+        right: int | None = None,
+        edge: str = "zero",
+        grouped_w2: bool = False,
+        honor_mask: bool = True,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if n_head < 1 or n_feat < 1 or n_feat % n_head:
+            raise ValueError(f"n_head must divide n_feat, got n_head={n_head}, n_feat={n_feat}")
+        if not 0 <= dropout_rate < 1:
+            raise ValueError(f"dropout_rate must be in [0, 1), got {dropout_rate}")
+        if left is None and right is None:
+            if context_size < 1 or context_size % 2 == 0:
+                raise ValueError(
+                    f"context_size must be odd and positive, got {context_size}; an uneven window "
+                    "is given by left and right"
+                )
+            left = right = (context_size - 1) // 2
+        if left is None or right is None:
+            raise ValueError(f"give left and right, or neither, got left={left}, right={right}")
+        if left < 0 or right < 0:
+            raise ValueError(f"left and right must be >= 0 frames, got {left} and {right}")
+        if edge not in ("zero", "renormalize"):
+            raise ValueError(f"edge must be 'zero' or 'renormalize', got {edge!r}")
+        if implementation not in ("auto", "triton", "eager"):
+            raise ValueError(
+                f"implementation must be 'auto', 'triton' or 'eager', got {implementation!r}"
+            )
+        self.n_head = n_head
+        self.n_feat = n_feat
+        self.left = left
+        self.right = right
+        self.window = left + 1 + right
+        self.dropout_rate = dropout_rate
+        self.edge = edge
+        self.honor_mask = honor_mask
+        self.implementation = implementation
+        self.w1 = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
+        self.w2: nn.Linear | nn.Conv1d
+        if grouped_w2:
+            # Holds the reference's parameters and their initialisation; see _logits for the product.
+            self.w2 = nn.Conv1d(
+                n_feat, n_head * self.window, 1, groups=n_head, device=device, dtype=dtype
+            )
+        else:
+            self.w2 = nn.Linear(n_feat, n_head * self.window, use_bias, device, dtype)
+        self.w3 = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
+        self.w_out = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
+
+    @property
+    def grouped_w2(self) -> bool:
+        """Whether w2 is per head."""
+        return isinstance(self.w2, nn.Conv1d)
+
+    def _logits(self, query: Tensor) -> Tensor:
+        """Attention logits [B,H,W,T] of query [B,T,D], as a view of what the product wrote."""
+        batch, frames, _ = query.shape
+        hidden = F.relu(self.w1(query))
+        if isinstance(self.w2, nn.Linear):
+            return self.w2(hidden).view(batch, frames, self.n_head, self.window).permute(0, 2, 3, 1)
+        # One batched product over the heads; a convolution of width 1 would transpose its input.
+        weight = self.w2.weight.view(self.n_head, self.window, self.n_feat // self.n_head)
+        bias = self.w2.bias.view(self.n_head, 1, self.window)  # type: ignore[union-attr]
+        hidden = hidden.reshape(batch * frames, self.n_head, -1).transpose(0, 1)
+        logits = torch.baddbmm(bias, hidden, weight.transpose(1, 2))
+        return logits.view(self.n_head, batch, frames, self.window).permute(1, 0, 3, 2)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Any:
+        """Attend.
+
+        Args:
+            query: [B,T,D], what the weights are synthesized from.
+            key: accepted in the reference's place and unused.
+            value: [B,T,D], what is summed; default query.
+            mask: bool or integer 0/1, [B,T], [B,1,T] or [B,T,T] (its diagonal counts), nonzero =
+                keep. Each sequence's kept frames must be one run; holes are undefined on a GPU.
+            lengths: integer [B] instead of mask: sequence b is its first lengths[b] frames.
+            need_weights: also return the weights.
+
+        Returns:
+            [B,T,D], exactly 0 at frames outside; or (that, weights [B,H,T,W] before dropout).
+
+        Raises:
+            ValueError, TypeError: an argument has the wrong shape, dtype or device; both mask and
+                lengths are given; the mask has holes (CPU, eager mode).
+        """
+        _check_sequence("query", query, self.n_feat)
+        if value is None:
+            value = query
+        else:
+            _check_sequence("value", value, self.n_feat, like=query)
+        starts, lengths = _extent(query, mask, lengths, self.honor_mask)
+        batch, frames, _ = query.shape
+        logits = self._logits(query)
+        values = self.w3(value).view(batch, frames, self.n_head, -1).permute(0, 2, 3, 1)
+        x = ldsa_local_attention(
+            logits,
+            values,
+            self.left,
+            self.right,
+            lengths=lengths,
+            starts=starts,
+            edge=self.edge,
+            dropout_p=self.dropout_rate if self.training else 0.0,
+            implementation=self.implementation,
+        )
+        out = self.w_out(x.permute(0, 3, 1, 2).reshape(batch, frames, self.n_feat))
+        if self.w_out.bias is not None and (lengths is not None or starts is not None):
+            inside = frames_inside(lengths, starts, frames, out.device)
+            out = torch.where(inside[:, :, None], out, 0.0)
+        if not need_weights:
+            return out
+        weights = ldsa_weights(
+            logits, self.left, self.right, lengths=lengths, starts=starts, edge=self.edge
+        )
+        return out, weights.transpose(2, 3)
+
+    def extra_repr(self) -> str:
+        return (
+            f"n_head={self.n_head}, n_feat={self.n_feat}, left={self.left}, right={self.right}, "
+            f"window={self.window}, edge={self.edge!r}, dropout_rate={self.dropout_rate}, "
+            f"grouped_w2={self.grouped_w2}, honor_mask={self.honor_mask}, "
+            f"implementation={self.implementation!r}"
+        )
+
+
+class _DotAttention(nn.Module):
+    """Multi-head scaled dot-product attention with the reference's parameter names."""
+
+    def __init__(
+        self,
+        n_head: int,
+        n_feat: int,
+        dropout_rate: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.n_head = n_head
+        self.dropout_rate = dropout_rate
+        self.linear_q = nn.Linear(n_feat, n_feat, device=device, dtype=dtype)
+        self.linear_k = nn.Linear(n_feat, n_feat, device=device, dtype=dtype)
+        self.linear_v = nn.Linear(n_feat, n_feat, device=device, dtype=dtype)
+        self.linear_out = nn.Linear(n_feat, n_feat, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
+        """Attend from x [B,T,D] to itself; keep: bool [B,1 or T,T], a row of False gives 0."""
+        batch, frames, _ = x.shape
+        q, k, v = (
+            linear(x).view(batch, frames, self.n_head, -1).transpose(1, 2)
+            for linear in (self.linear_q, self.linear_k, self.linear_v)
+        )
+        dropout_p = self.dropout_rate if self.training else 0.0
+        if keep is None:
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+        else:
+            keep = keep[:, None]
+            # Backends differ in what a row without keys gives: let it see all, then zero it.
+            dead = ~keep.any(3, keepdim=True)
+            out = F.scaled_dot_product_attention(q, k, v, keep | dead, dropout_p)
+            out = torch.where(dead, 0.0, out)
+        return self.linear_out(out.transpose(1, 2).reshape(batch, frames, -1))
+
+
+class HybridAttention(nn.Module):
+    """LDSA followed by scaled dot-product attention on its output (reference HybirdAttention).
+
+        x = ldsa_att(query, key, value, mask);  out = dot_att(x, x, x, mask)
+
+    Offline only: dot_att sees the whole sequence, so there is no step.
+
+    Args:
+        n_head: number of heads of both parts, a divisor of n_feat.
+        n_feat: model width D.
+        dropout_rate: dropout of both parts' attention weights in training, in [0, 1).
+        context_size, left, right, edge, implementation: of ldsa_att, as in
+            LocalDenseSynthesizerAttention.
+        honor_mask: False is the reference's behaviour: ldsa_att ignores the mask, dot_att uses it
+            and nothing is zeroed.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError, TypeError: an argument has the wrong type or value.
+
+    Source: Xu, Li, Zhang, ICASSP 2021, arXiv 2010.12155.
+    """
+
+    def __init__(
+        self,
+        n_head: int,
+        n_feat: int,
+        dropout_rate: float = 0.0,
+        context_size: int = 15,
+        *,
+        left: int | None = None,
+        right: int | None = None,
+        edge: str = "zero",
+        honor_mask: bool = True,
+        implementation: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.ldsa_att = LocalDenseSynthesizerAttention(
+            n_head,
+            n_feat,
+            dropout_rate,
+            context_size,
+            left=left,
+            right=right,
+            edge=edge,
+            honor_mask=honor_mask,
+            implementation=implementation,
+            device=device,
+            dtype=dtype,
+        )
+        self.dot_att = _DotAttention(n_head, n_feat, dropout_rate, device, dtype)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        lengths: Tensor | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query, key, value, lengths: as in LocalDenseSynthesizerAttention.
+            mask: bool or integer 0/1, [B,T], [B,1,T] or [B,T,T], nonzero = keep. ldsa_att takes
+                its diagonal, dot_att the whole of it.
+
+        Returns:
+            [B,T,D], exactly 0 at frames outside (unless honor_mask=False).
+
+        Raises:
+            ValueError, TypeError: as in LocalDenseSynthesizerAttention.
+        """
+        _check_sequence("query", query, self.ldsa_att.n_feat)
+        frames = query.shape[1]
+        x = self.ldsa_att(query, key, value, mask, lengths=lengths)
+        starts, lengths = _extent(query, mask, lengths, self.ldsa_att.honor_mask)
+        keep = inside = None
+        if lengths is not None:
+            inside = frames_inside(lengths, starts, frames, query.device)
+            keep = inside[:, None]
+        if mask is not None:
+            keep = keep_mask(mask, query.shape[0], frames).to(query.device, non_blocking=True)
+        out = self.dot_att(x, keep)
+        return out if inside is None else torch.where(inside[:, :, None], out, 0.0)
