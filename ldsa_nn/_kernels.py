@@ -50,6 +50,7 @@ def _load() -> ModuleType:
     before = set(sys.modules)
     sys.modules[_NAME] = package
     sys.modules[ops.__name__] = ops
+    package.__dict__["_ops"] = ops  # as the import system binds a submodule
     try:
         spec.loader.exec_module(package)
     except BaseException:
