@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 __all__ = ["eager_ldsa", "ldsa_local_attention", "ldsa_weights"]
 
@@ -64,8 +65,43 @@ def _load() -> ModuleType:
 
 
 if TYPE_CHECKING:
-    # Type checkers find the source under [tool.mypy] mypy_path.
-    from ldsa import eager_ldsa, ldsa_local_attention, ldsa_weights
+    # The package's place depends on how ldsa_nn is installed, so type checkers cannot follow the
+    # import; tests/test_package.py holds these signatures against the real ones.
+    def ldsa_local_attention(
+        a_logits: Tensor,
+        v: Tensor,
+        left: int,
+        right: int,
+        *,
+        lengths: Tensor | None = None,
+        starts: Tensor | None = None,
+        edge: str = "zero",
+        dropout_p: float = 0.0,
+        implementation: str = "auto",
+    ) -> Tensor: ...
+
+    def eager_ldsa(
+        a_logits: Tensor,
+        v: Tensor,
+        left: int,
+        right: int,
+        *,
+        lengths: Tensor | None = None,
+        starts: Tensor | None = None,
+        edge: str = "zero",
+        dropout_p: float = 0.0,
+    ) -> Tensor: ...
+
+    def ldsa_weights(
+        a_logits: Tensor,
+        left: int,
+        right: int,
+        *,
+        lengths: Tensor | None = None,
+        starts: Tensor | None = None,
+        edge: str = "zero",
+    ) -> Tensor: ...
+
 else:
     _package = _load()
     eager_ldsa = _package.eager_ldsa

@@ -1,6 +1,7 @@
 """The project as it is shipped: its tree, its wheel, its imports and who may import whom."""
 
 import ast
+import inspect
 import os
 import re
 import subprocess
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+from ldsa_nn import _kernels
 
 PACKAGE = ROOT / "ldsa_nn"
 KERNEL = ROOT / "kernels" / "torch-ext" / "ldsa"
@@ -212,6 +215,24 @@ def test_functions_pickle_by_a_stable_name(tmp_path):
     assert run(load, path=ROOT, cwd=tmp_path) == "ldsa_local_attention"
 
 
+def test_type_checkers_see_the_real_signatures():
+    tree = ast.parse((PACKAGE / "_kernels.py").read_text(encoding="utf-8"))
+    declared = {
+        node.name: node.args
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert set(declared) == set(_kernels.__all__)
+    for name, arguments in declared.items():
+        for argument in [*arguments.args, *arguments.kwonlyargs]:
+            argument.annotation = None
+        real = inspect.signature(getattr(_kernels, name)).parameters.values()
+        bare = inspect.Signature([p.replace(annotation=p.empty) for p in real])
+        assert f"({ast.unparse(arguments)})" == str(bare), name
+
+
 def test_works_without_triton(tmp_path):
     code = """
 import sys
@@ -293,7 +314,5 @@ def test_modules_import_what_the_metadata_requires(path):
     parts = path.relative_to(PACKAGE).parts
     if parts[0] == "hosts":
         allowed.add(path.stem)  # hosts/torchaudio.py may import torchaudio, and no other toolkit
-    if parts == ("_kernels.py",):
-        allowed.add("ldsa")  # for type checkers only
     foreign = {name.split(".")[0] for name in imports(path)} - allowed
     assert not foreign, f"{name_of(path)} imports {sorted(foreign)}"
