@@ -300,8 +300,6 @@ def test_modules_import_lower_layers_only(path):
         other = [*imported.split("."), "__init__"][1]
         if own == "hosts" and other == "hosts":
             continue  # the parts of one package
-        if own == "_kernels" and imported == "ldsa_nn._ldsa":
-            continue
         assert layer_of(other) is not None, f"{imported}: not a module"
         assert layer_of(other) < layer_of(own), f"{own} must not import {imported}"
         if other == "_kernels":
