@@ -1,0 +1,137 @@
+"""The recogniser that train_ctc.py trains: its model, its file and its transcripts."""
+
+import os
+from itertools import groupby
+from typing import Any
+
+import torch
+from data import N_MELS, LogMel, Utterance
+from torch import Tensor, nn
+from torch.nn import functional
+
+import ldsa_nn
+
+try:
+    import torchaudio
+    from tqdm import tqdm
+except ImportError as error:
+    raise ImportError(f"{error}: run pip install 'ldsa_nn[examples]'") from error
+
+STACK = 4  # log-mel frames a model frame: 40 ms
+
+
+class Recogniser(nn.Module):
+    """Stacked log-mel frames -> torchaudio Conformer -> CTC logits over blank and vocabulary.
+
+    The Conformer's convolutions do not mask padding, so an utterance's output depends a little on
+    how far its batch pads it: keep batch mates of near-equal length, and evaluate one at a time.
+    """
+
+    def __init__(
+        self,
+        symbols: int,
+        *,
+        attention: str,
+        left: int,
+        right: int,
+        dim: int,
+        layers: int,
+        heads: int,
+        ffn: int,
+        kernel: int,
+        dropout: float,
+    ) -> None:
+        """Args as on train_ctc.py's command line.
+
+        symbols: size of the vocabulary without the blank. attention: "ldsa", or "mhsa" for the
+            Conformer's own. left, right: the window of "ldsa" in model frames.
+        """
+        super().__init__()
+        self.embed = nn.Linear(STACK * N_MELS, dim)
+        self.conformer = torchaudio.models.Conformer(dim, heads, ffn, layers, kernel, dropout)
+        self.head = nn.Linear(dim, symbols + 1)
+        if attention == "ldsa":
+            ldsa_nn.replace_attention(self.conformer, left=left, right=right)
+
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """Features [B, T, 80] and their lengths [B], on one device -> logits [B, T', symbols + 1].
+
+        T' = ceil(T / 4), see `stacked`. Logits past an utterance's end mean nothing.
+        """
+        batch, time = features.shape[:2]
+        features = functional.pad(features, (0, 0, 0, -time % STACK))
+        x = self.embed(features.reshape(batch, -1, STACK * N_MELS)).transpose(0, 1)  # [T', B, dim]
+        padding = torch.arange(x.shape[0], device=x.device) >= stacked(lengths)[:, None]
+        # Not conformer(x, lengths): it reads the lengths back from the device in every step, which
+        # also breaks a compiled graph in two.
+        for layer in self.conformer.conformer_layers:
+            x = layer(x, padding)
+        return self.head(x.transpose(0, 1))
+
+
+def stacked(lengths: Tensor) -> Tensor:
+    """Log-mel frames -> model frames."""
+    return (lengths + STACK - 1).div(STACK, rounding_mode="floor")
+
+
+def build(options: dict[str, Any], vocabulary: str) -> Recogniser:
+    """The model of a command line's options; the same seed gives the same initial weights."""
+    torch.manual_seed(options["seed"])
+    names = "attention left right dim layers heads ffn kernel dropout".split()
+    return Recogniser(len(vocabulary), **{name: options[name] for name in names})
+
+
+def load_recogniser(path: str | os.PathLike) -> tuple[Recogniser, LogMel, str]:
+    """A trained recogniser and its features, in eval mode, and its vocabulary: checkpoint.pt."""
+    state = torch.load(path, map_location="cpu", weights_only=True)
+    model = build(state["options"], state["vocabulary"])
+    model.load_state_dict(state["model"])
+    return model.eval(), LogMel(**state["normalisation"]).eval(), state["vocabulary"]
+
+
+def greedy_text(symbols: list[int], vocabulary: str) -> str:
+    """Best symbol of each frame -> text: repeats merged, blanks (0) dropped."""
+    merged = (symbol for symbol, _ in groupby(symbols))
+    return " ".join("".join(vocabulary[s - 1] for s in merged if s > 0).split())
+
+
+@torch.inference_mode()
+def transcribe(
+    model: Recogniser, logmel: LogMel, vocabulary: str, utterances: list[Utterance], label: str
+) -> list[str]:
+    """Transcribe, one utterance at a time: in a batch, padding would leak into the shorter ones."""
+    model.eval()
+    device = next(model.parameters()).device
+    texts = []
+    for utterance in tqdm(utterances, label, unit="utt"):
+        lengths = torch.tensor([len(utterance.audio)], device=device)
+        logits = model(*logmel(utterance.audio[None].to(device), lengths))
+        texts.append(greedy_text(logits[0].argmax(-1).tolist(), vocabulary))
+    return texts
+
+
+@torch.inference_mode()
+def attention_weights(
+    model: Recogniser, features: Tensor, lengths: Tensor, left: int, right: int
+) -> Tensor:
+    """The last layer's weights on frames t - left ... t + right, [H, W, T], of one utterance.
+
+    Of "mhsa", whose weights reach further, this is the band around the diagonal.
+    """
+    attention = model.conformer.conformer_layers[-1].self_attn
+    ldsa = ldsa_nn.LocalDenseSynthesizerAttention
+    local = next((m for m in attention.modules() if isinstance(m, ldsa)), None)
+    layer = local or attention
+    inputs = []
+    hook = layer.register_forward_pre_hook(lambda _, *seen: inputs.append(seen), with_kwargs=True)
+    model.eval()(features, lengths)
+    hook.remove()
+    positional, named = inputs[0]
+    named = {**named, "need_weights": True}
+    if local is not None:
+        return layer(*positional, **named)[1][0].mT
+    weights = layer(*positional, **named, average_attn_weights=False)[1][0]  # [H, T, T]
+    frames = torch.arange(weights.shape[1], device=weights.device)
+    slots = frames[:, None] + torch.arange(left + 1 + right, device=weights.device)
+    padded = functional.pad(weights, (left, right))
+    return padded.gather(2, slots.expand(len(weights), -1, -1)).mT
