@@ -33,20 +33,6 @@ if importlib.util.find_spec("hypothesis"):
     settings.load_profile("ldsa_nn")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config):
-    """Spread a run of the whole suite over the cores; a run of named files stays in one process.
-
-    Not in addopts: there `-n` would be an error where pytest-xdist is not installed. Not on a GPU:
-    workers would share its memory.
-    """
-    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    free = getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb
-    if whole and free and not config.option.collectonly and not HAS_GPU and CORES > 1:
-        config.option.numprocesses = min(CORES, 4)
-        config.option.dist = "worksteal"
-
-
 def pytest_collection_modifyitems(items):
     """Skip what needs a GPU where there is none, and start the longest tests first."""
     if not HAS_GPU:
