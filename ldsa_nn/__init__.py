@@ -2,6 +2,7 @@
 
 from ldsa_nn.functional import eager_ldsa, ldsa_local_attention, ldsa_weights
 from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
+from ldsa_nn.replace import load_replaced, replace_attention
 
 __all__ = [
     "HybridAttention",
@@ -9,4 +10,6 @@ __all__ = [
     "eager_ldsa",
     "ldsa_local_attention",
     "ldsa_weights",
+    "load_replaced",
+    "replace_attention",
 ]

@@ -1,0 +1,429 @@
+"""Local attention in place of a toolkit encoder's own."""
+
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from ldsa_nn import hosts
+from ldsa_nn.ldsa import LocalDenseSynthesizerAttention
+
+# What looks like an attention: by the last part of its class's name, or by its name in the model.
+_ATTENTION_CLASS = re.compile(r"(Attention|MHA)(XL|\d*)$")
+_ATTENTION_NAME = re.compile(r"(self_)?(att|attn|attention|mha)(_layer)?")
+
+__all__ = ["Report", "load_replaced", "replace_attention"]
+
+Make = Callable[[str, nn.Module, int, int, int, int], nn.Module]
+
+_OPTIONS = [
+    name
+    for name in inspect.signature(LocalDenseSynthesizerAttention).parameters
+    if name not in "n_head n_feat context_size left right device dtype".split()
+]
+
+
+class Report(NamedTuple):
+    """What was done to a model.
+
+    replaced: paths of the attentions that were replaced, in the order they were chosen.
+    new_parameters: names of the parameters that came with the new layers, in the model's order.
+    warnings: what the model's user must know.
+    """
+
+    replaced: list[str]
+    new_parameters: list[str]
+    warnings: list[str]
+
+
+class _Slot(NamedTuple):
+    """A place in a model where a known class calls its attention."""
+
+    toolkit: str
+    path: str
+    parent: nn.Module
+    host: hosts.Host
+    old: nn.Module
+
+
+# A setting of an attribute of a module: (module, name, value).
+_Change = tuple[nn.Module, str, Any]
+
+
+def replace_attention(
+    model: nn.Module,
+    *,
+    left: int | Sequence[int] = 7,
+    right: int | Sequence[int] = 7,
+    layers: Iterable[int] | None = None,
+    host: str = "auto",
+    make: Make | None = None,
+    init_from_old: bool = False,
+    **layer_options: Any,
+) -> Report:
+    """Put local dense synthesizer attention where a model calls its self-attention, in place.
+
+    All of it or nothing: where an error is raised, the model is unchanged. The new layers take the
+    old attention's dtype, device and training flag; their parameters are newly initialised and
+    require gradients: replace first, then make the optimizer, wrap the model in DDP, compile it.
+
+    Args:
+        model: a supported encoder, or anything that contains some.
+        left, right: the window in frames before and after each frame, for all chosen layers or one
+            for each, in the order of `layers`.
+        layers: which of the model's supported attentions to replace, counted from 0 in the order
+            of model.named_modules(), from the end if negative. Default all.
+        host: "auto", or the toolkit ("torch", "torchaudio") whose encoders alone are looked for.
+            With "auto" and without `layers`, an attention of an unknown class is an error.
+        make: make(path, old, n_head, n_feat, left, right) returns the layer to put in instead. It
+            is called as layer(query, key, value, mask=None, lengths=None), [B,T,D] each, mask bool
+            [B,T] with True = keep (padding may be on either side), and returns [B,T,D].
+        init_from_old: start w3 and w_out from the old value and output projections where shapes
+            fit; biases too where the new layer has some.
+        layer_options: dropout_rate (default the old attention's), use_bias, edge, grouped_w2,
+            honor_mask, implementation of `LocalDenseSynthesizerAttention`.
+
+    Returns:
+        Report(replaced, new_parameters, warnings), lists of str. A layer's parameters are called
+        PATH.layer.w1.weight and so on, PATH being the old attention's.
+
+    Raises:
+        ValueError: no attention is found, one is of an unknown class or replaced already; a value
+            is out of range.
+        TypeError: an argument has the wrong type, or an option is unknown.
+    """
+    options = dict(init_from_old=init_from_old, **layer_options)
+    return _replace(model, left, right, layers, host, make, **options)[0]
+
+
+def load_replaced(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    left: int | Sequence[int] = 7,
+    right: int | Sequence[int] = 7,
+    layers: Iterable[int] | None = None,
+    host: str = "auto",
+    make: Make | None = None,
+    init_from_old: bool = False,
+    **layer_options: Any,
+) -> Report:
+    """Replace as `replace_attention` does with these options, then load a replaced model's weights.
+
+    The load is strict. Where it fails, the model is as it was: the same modules with the same bits.
+
+    Args:
+        model: the original model, not yet replaced.
+        checkpoint: the state dict of a model that was replaced with the same options: a mapping, a
+            .safetensors file, or a file of torch.save (read with weights_only=True).
+        left, right, layers, host, make, init_from_old, layer_options: as in `replace_attention`.
+
+    Returns:
+        As `replace_attention`.
+
+    Raises:
+        RuntimeError: keys are missing or unexpected, or shapes differ; all are named.
+        ValueError, TypeError, FileNotFoundError: the checkpoint is no state dict, or as in
+            `replace_attention`.
+    """
+    state = _read(checkpoint)
+    if any(tensor.is_meta for tensor in _tensors(model)):
+        raise ValueError(
+            "model has parameters on the meta device, where loading does nothing: call "
+            "model.to_empty(device=...) first"
+        )
+    options = dict(init_from_old=init_from_old, **layer_options)
+    report, undo = _replace(model, left, right, layers, host, make, **options)
+    # load_state_dict copies what fits before it complains of what does not.
+    before = [(tensor, tensor.detach().clone()) for tensor in _tensors(model)]
+    try:
+        model.load_state_dict(state, strict=True)
+    except BaseException:
+        with torch.no_grad():
+            for tensor, value in before:
+                tensor.copy_(value)
+        _apply(undo)
+        raise
+    return report
+
+
+def _replace(
+    model: nn.Module,
+    left: int | Sequence[int],
+    right: int | Sequence[int],
+    layers: Iterable[int] | None,
+    host: str,
+    make: Make | None,
+    *,
+    init_from_old: bool,
+    **layer_options: Any,
+) -> tuple[Report, list[_Change]]:
+    """Replace, and tell how to undo it."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    for module in model.modules():
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError("model is wrapped in DistributedDataParallel: replace before wrapping")
+    _check_options(make, layer_options)
+    slots = _find(model, host)
+    unknown, refused = _others(model, slots)
+    warnings = _check_others(unknown, refused, slots, strict=host == "auto" and layers is None)
+    chosen = _choose(slots, layers)
+    lefts, rights = _windows("left", left, len(chosen)), _windows("right", right, len(chosen))
+
+    adapters: dict[tuple[int, int, int], hosts.Adapter] = {}  # layers that share one keep sharing
+    changes: list[_Change] = []
+    for slot, before, after in zip(chosen, lefts, rights, strict=True):
+        key = id(slot.old), before, after
+        if key not in adapters:
+            layer, notes = _build(slot, before, after, make, init_from_old, layer_options)
+            adapters[key] = slot.host.adapter(slot.old, layer, before, after)
+            adapters[key].train(slot.old.training)
+            warnings += notes
+        changes.append((slot.parent, slot.host.attribute, adapters[key]))
+    for used in dict.fromkeys(slot.host for slot in chosen):
+        warnings += used.warnings
+        changes += used.settings(model, [slot.parent for slot in chosen if slot.host is used])
+
+    undo = _apply(changes)
+    new = {id(p) for adapter in adapters.values() for p in adapter.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    report = Report(
+        replaced=[slot.path for slot in chosen],
+        new_parameters=[name for name, parameter in named if id(parameter) in new],
+        warnings=warnings,
+    )
+    return report, undo
+
+
+def _check_options(make: Make | None, layer_options: dict[str, Any]) -> None:
+    if make is not None and not callable(make):
+        raise TypeError(f"make must be callable, got {type(make).__name__}")
+    for name in layer_options:
+        if name not in _OPTIONS:
+            raise TypeError(f"unknown option {name!r}: layer options are {', '.join(_OPTIONS)}")
+        if make is not None:
+            raise TypeError(f"option {name!r} is for the default layer: set it inside make")
+
+
+def _find(model: nn.Module, toolkit: str) -> list[_Slot]:
+    """The places of known classes in the model, in order of appearance."""
+    names = hosts.names()
+    if toolkit != "auto" and toolkit not in names:
+        raise ValueError(f"host must be 'auto' or one of {', '.join(names)}; got {toolkit!r}")
+    known = {
+        host.parent: (name, host)
+        for name, file in hosts.loaded().items()
+        for host in file.HOSTS
+        if toolkit in ("auto", name)
+    }
+    slots = []
+    for path, parent in model.named_modules():
+        name, host = known.get(hosts.class_name(type(parent)), ("", None))
+        old = host and getattr(parent, host.attribute, None)
+        if host and isinstance(old, nn.Module):
+            slots.append(_Slot(name, f"{path}.{host.attribute}".lstrip("."), parent, host, old))
+    return slots
+
+
+def _others(model: nn.Module, slots: list[_Slot]) -> tuple[list[str], list[str]]:
+    """Attentions outside the slots, each with its class: (unknown, known to be no host's)."""
+    reasons = {
+        name: why for file in hosts.loaded().values() for name, why in file.NOT_HOSTS.items()
+    }
+    done = {id(slot.old) for slot in slots}
+    unknown: dict[str, str] = {}
+    refused: dict[str, str] = {}
+
+    def visit(path: str, module: nn.Module, parent: str) -> None:
+        own = hosts.class_name(type(module))
+        if id(module) in done or own.startswith("ldsa_nn."):
+            return
+        done.add(id(module))
+        named = _ATTENTION_CLASS.search(own) or _ATTENTION_NAME.fullmatch(path.rpartition(".")[2])
+        holds = any(slot.path.startswith(f"{path}." if path else "") for slot in slots)
+        if (named or isinstance(module, nn.MultiheadAttention)) and not holds:
+            what = f"{own} in {parent}" if parent else own
+            why = reasons.get(own) or reasons.get(parent)
+            if why:
+                refused.setdefault(what, f"{path or 'the model'} ({what}): {why}")
+            else:
+                unknown.setdefault(what, f"{path or 'the model'} ({what})")
+            return
+        for name, child in module.named_children():
+            visit(f"{path}.{name}" if path else name, child, own)
+
+    visit("", model, "")
+    return list(unknown.values()), list(refused.values())
+
+
+def _check_others(
+    unknown: list[str], refused: list[str], slots: list[_Slot], *, strict: bool
+) -> list[str]:
+    """Warnings of the attentions that stay; an error where nothing is found or one is unknown."""
+    known = ", ".join(
+        f"{name} ({', '.join(host.parent.rpartition('.')[2] for host in file.HOSTS)})"
+        for name, file in hosts.loaded().items()
+    )
+    known = f"Known hosts, matched by exact class: {known}"
+    if not slots:
+        found = [f"unknown class {what}" for what in unknown] + refused
+        raise ValueError(
+            f"no attention to replace: {'; '.join(found) or 'the model has none'}. {known}; make= "
+            "changes the layer, not the host"
+        )
+    if unknown and strict:
+        raise ValueError(
+            f"attention of unknown class: {'; '.join(unknown)}. {known}. To leave those as they "
+            f"are and replace the others, name the host (host={slots[0].toolkit!r}) or the layers"
+        )
+    return [f"left as it is: {what}" for what in unknown + refused]
+
+
+def _choose(slots: list[_Slot], layers: Iterable[int] | None) -> list[_Slot]:
+    """The slots that `layers` names; all of them can be replaced."""
+    chosen = slots
+    if layers is not None:
+        if isinstance(layers, str) or not isinstance(layers, Iterable):
+            raise TypeError(f"layers must be a list of ints, got {layers!r}")
+        n = len(slots)
+        indices = []
+        for index in layers:
+            if isinstance(index, bool) or not isinstance(index, int):
+                raise TypeError(f"layers must be a list of ints, got {index!r} in it")
+            if not -n <= index < n:
+                raise ValueError(f"layers: {index} is out of range, the model has {n} attentions")
+            indices.append(index % n)
+        if not indices or len(set(indices)) < len(indices):
+            raise ValueError(f"layers must name each layer once and at least one, got {indices}")
+        chosen = [slots[index] for index in indices]
+    for slot in chosen:
+        if isinstance(slot.old, hosts.Adapter):
+            raise ValueError(
+                f"{slot.path} is replaced already: choose other layers (layers=), or start from "
+                "the original model"
+            )
+        if hosts.class_name(type(slot.old)) not in slot.host.attention:
+            raise ValueError(
+                f"{slot.path} is of the unknown class {hosts.class_name(type(slot.old))}: in "
+                f"{slot.host.parent} only {' or '.join(slot.host.attention)} is known"
+            )
+    return chosen
+
+
+def _windows(name: str, value: int | Sequence[int], count: int) -> list[int]:
+    """left or right of each chosen layer."""
+    values = [value] * count if isinstance(value, int) else value
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise TypeError(f"{name} must be an int or a list of ints, got {value!r}")
+    if len(values) != count:
+        raise ValueError(f"{name} must be one int or one for each of {count} layers, got {value!r}")
+    for one in values:
+        if isinstance(one, bool) or not isinstance(one, int):
+            raise TypeError(f"{name} must be an int or a list of ints, got {value!r}")
+        if one < 0:
+            raise ValueError(f"{name} must be >= 0 frames, got {value!r}")
+    return list(values)
+
+
+def _build(
+    slot: _Slot,
+    left: int,
+    right: int,
+    make: Make | None,
+    init_from_old: bool,
+    layer_options: dict[str, Any],
+) -> tuple[nn.Module, list[str]]:
+    """The layer for a slot, and warnings."""
+    old = slot.host.describe(slot.old)
+    device, dtype = old.weight.device, old.weight.dtype
+    if make is None:
+        options = {"dropout_rate": old.dropout_rate, **layer_options}
+        layer: nn.Module = LocalDenseSynthesizerAttention(
+            old.n_head, old.n_feat, left=left, right=right, device=device, dtype=dtype, **options
+        )
+    else:
+        layer = make(slot.path, slot.old, old.n_head, old.n_feat, left, right)
+        if not isinstance(layer, nn.Module):
+            raise TypeError(
+                f"make must return an nn.Module, got {type(layer).__name__} for {slot.path}"
+            )
+        width = getattr(layer, "n_feat", old.n_feat)
+        if width != old.n_feat:
+            raise ValueError(
+                f"make returned a layer with n_feat={width} for {slot.path}, expected {old.n_feat}"
+            )
+        layer.to(device=device, dtype=dtype)
+    notes = []
+    if init_from_old:
+        fits = [
+            _copy(getattr(layer, "w3", None), old.value_weight, old.value_bias),
+            _copy(getattr(layer, "w_out", None), old.out_weight, old.out_bias),
+        ]
+        if not all(fits):
+            notes.append(f"{slot.path}: the new layer has no w3 and w_out that fit init_from_old")
+    return layer, notes
+
+
+@torch.no_grad()
+def _copy(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
+    """Start a linear layer from an old one, where its shape fits."""
+    if not isinstance(linear, nn.Linear) or linear.weight.shape != weight.shape:
+        return False
+    linear.weight.copy_(weight)
+    if linear.bias is not None:
+        linear.bias.copy_(torch.zeros_like(linear.bias) if bias is None else bias)
+    return True
+
+
+def _apply(changes: list[_Change]) -> list[_Change]:
+    """Set the attributes; returns what sets them back."""
+    undo = [(module, name, getattr(module, name)) for module, name, _ in reversed(changes)]
+    for module, name, value in changes:
+        setattr(module, name, value)
+    return undo
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dict, from where it is."""
+    if isinstance(checkpoint, Mapping):
+        state: Any = checkpoint
+    elif isinstance(checkpoint, (str, os.PathLike)):
+        path = Path(checkpoint)
+        if path.suffix == ".safetensors":
+            state = safetensors.torch.load_file(path)
+        else:
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            except UnpicklingError as error:
+                raise ValueError(
+                    f"{path} holds more than weights, or is no file of torch.save: save "
+                    f"model.state_dict() alone ({str(error).partition(chr(10))[0]})"
+                ) from error
+    else:
+        raise TypeError(
+            f"checkpoint must be a path or a state dict, got {type(checkpoint).__name__}"
+        )
+    if not isinstance(state, Mapping):
+        raise ValueError(f"checkpoint holds no state dict but a {type(state).__name__}")
+    inner = [
+        str(name)
+        for name, value in state.items()
+        if isinstance(value, Mapping) and not str(name).endswith("_extra_state")
+    ]
+    if inner:
+        raise ValueError(
+            f"checkpoint is no state dict: its {', '.join(inner)} are mappings; give one of those"
+        )
+    return state
