@@ -141,13 +141,9 @@ def eager_ldsa(
     time, channel = order.index(3), order.index(2)
     weights, values = weights.permute(order), values.permute(order)
     values = pad(values, [0, 0] * (3 - time) + [left, right])
-    terms = (
-        values.narrow(time, k, n_frames) * weights.narrow(channel, k, 1)
-        for k in range(left + 1 + right)
-    )
-    out = next(terms)
-    for term in terms:
-        out = out + term
+    out = values.narrow(time, 0, n_frames) * weights.narrow(channel, 0, 1)
+    for k in range(1, left + 1 + right):
+        out = torch.addcmul(out, values.narrow(time, k, n_frames), weights.narrow(channel, k, 1))
     if inside is not None:
         # Weights are 0 there already; this keeps a NaN in grad_output from coming back.
         out = torch.where(inside[:, None, None].permute(order), out, 0.0)
