@@ -18,6 +18,7 @@ from ldsa_nn import _kernels
 
 PACKAGE = ROOT / "ldsa_nn"
 KERNEL = ROOT / "kernels" / "torch-ext" / "ldsa"
+CORE = {"torch", "safetensors", "tqdm"}
 
 # Lower layers first; a module imports from lower layers only, never sideways.
 LAYERS = [
@@ -135,7 +136,7 @@ def test_metadata(metadata, wheel):
     required = metadata.get_all("Requires-Dist")
     core = {re.match(r"[\w.-]+", line)[0] for line in required if "extra ==" not in line}
     # No Triton: its wheels do not exist everywhere, and torch brings it where they do.
-    assert core == {"torch", "safetensors"}
+    assert core == CORE
     assert not [line for line in required if line.startswith(("triton", "pytorch-triton"))]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
@@ -308,7 +309,7 @@ def test_modules_import_lower_layers_only(path):
 
 @pytest.mark.parametrize("path", modules(), ids=name_of)
 def test_modules_import_what_the_metadata_requires(path):
-    allowed = {"ldsa_nn", "torch", "safetensors", *sys.stdlib_module_names}
+    allowed = {"ldsa_nn", *CORE, *sys.stdlib_module_names}
     parts = path.relative_to(PACKAGE).parts
     if parts[0] == "hosts":
         allowed.add(path.stem)  # hosts/torchaudio.py may import torchaudio, and no other toolkit
