@@ -115,7 +115,7 @@ class LocalDenseSynthesizerAttention(nn.Module):
         self.w1 = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
         self.w2: nn.Linear | nn.Conv1d
         if grouped_w2:
-            # Holds the reference's parameters and their initialisation; see _logits for the product.
+            # Holds the reference's parameters and their initialisation; _logits multiplies.
             self.w2 = nn.Conv1d(
                 n_feat, n_head * self.window, 1, groups=n_head, device=device, dtype=dtype
             )
@@ -202,6 +202,7 @@ class LocalDenseSynthesizerAttention(nn.Module):
         return out, weights.transpose(2, 3)
 
     def extra_repr(self) -> str:
+        """Options shown in print(module)."""
         return (
             f"n_head={self.n_head}, n_feat={self.n_feat}, left={self.left}, right={self.right}, "
             f"window={self.window}, edge={self.edge!r}, dropout_rate={self.dropout_rate}, "

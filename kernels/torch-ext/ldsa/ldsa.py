@@ -119,7 +119,9 @@ if triton is not None:
         if WIDE:
             rel_t = rel_t.to(tl.int64)
             offs_d = offs_d.to(tl.int64)
-        x = tl.load(base + rel_t[:, None] * stride_t + offs_d[None, :] * stride_d, mask=mask, other=0.0)
+        x = tl.load(
+            base + rel_t[:, None] * stride_t + offs_d[None, :] * stride_d, mask=mask, other=0.0
+        )
         return x.to(DTYPE)
 
     @triton.jit
@@ -228,9 +230,7 @@ if triton is not None:
                 acc = tl.dot(band, values, acc, input_precision="ieee")
             if seed_ptr is not None:
                 acc = acc / (1.0 - dropout_p)
-        _store_tile(
-            out_ptr, acc, stride_ot, stride_od, t0, n_frames, DH, BLOCK_T, BLOCK_D, WIDE
-        )
+        _store_tile(out_ptr, acc, stride_ot, stride_od, t0, n_frames, DH, BLOCK_T, BLOCK_D, WIDE)
 
     @triton.jit
     def _ldsa_bwd_kernel(
@@ -375,9 +375,7 @@ def _tiles(window, head_dim, itemsize, backward):
     block_s = 32 if window <= 17 else 64
     heavy = block_s * block_d * itemsize + block_s * block_w * 4 * backward
     warps = 1 if heavy <= 8192 else 2 if heavy <= 16384 else 4 if heavy <= 65536 else 8
-    return dict(
-        BLOCK_T=block_t, BLOCK_S=block_s, BLOCK_W=block_w, BLOCK_D=block_d, num_warps=warps
-    )
+    return dict(BLOCK_T=block_t, BLOCK_S=block_s, BLOCK_W=block_w, BLOCK_D=block_d, num_warps=warps)
 
 
 def _wide(tiles, *tensors):

@@ -63,9 +63,7 @@ def _local_attention_backward(
 
 
 @_local_attention_backward.register_fake
-def _(
-    grad, a_logits, v, lengths, starts, seed, left, renormalize, dropout_p, need_logits, need_v
-):
+def _(grad, a_logits, v, lengths, starts, seed, left, renormalize, dropout_p, need_logits, need_v):
     return (
         empty_like(a_logits) if need_logits else v.new_empty(0),
         empty_like(v) if need_v else v.new_empty(0),

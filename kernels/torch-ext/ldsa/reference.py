@@ -1,4 +1,4 @@
-"""Local dense synthesizer attention in plain PyTorch: any dtype, any device, any order of derivative."""
+"""LDSA in plain PyTorch: any dtype, any device, derivatives of every order."""
 
 import torch
 from torch.nn.functional import dropout, pad
@@ -98,9 +98,7 @@ def ldsa_weights(a_logits, left, right, *, lengths=None, starts=None, edge="zero
     return weights.to(a_logits.dtype)
 
 
-def eager_ldsa(
-    a_logits, v, left, right, *, lengths=None, starts=None, edge="zero", dropout_p=0.0
-):
+def eager_ldsa(a_logits, v, left, right, *, lengths=None, starts=None, edge="zero", dropout_p=0.0):
     """Local dense synthesizer attention in plain PyTorch operations.
 
         a[b,h,k,t]   = softmax over k of a_logits[b,h,:,t]
