@@ -1,0 +1,203 @@
+"""The cases of the op that tests and benchmarks share, and the tensors of each."""
+
+from itertools import cycle
+from typing import NamedTuple
+
+import torch
+
+# Memory orders, outermost dimension first, of [B,H,C,T] tensors.
+ORDERS = {
+    "channel_last": (0, 3, 1, 2),  # what a linear layer writes
+    "time_last": (0, 1, 2, 3),
+    "head_major": (0, 1, 3, 2),  # scaled dot-product attention's
+    "batch_second": (3, 0, 1, 2),
+}
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What a kernel may err beyond twice the error of eager PyTorch in the same dtype.
+ATOL = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+class Case(NamedTuple):
+    """One input of the op.
+
+    layout: a key of ORDERS, or "mixed" (logits time-last, v channel-last), "strided" (every other
+    frame of a wider channel-last buffer, off its alignment), "expanded" (one row of logits for the
+    whole batch). lengths, starts: B ints or None. logits_dtype: where it is not dtype.
+    """
+
+    name: str
+    batch: int
+    heads: int
+    frames: int
+    head_dim: int
+    left: int
+    right: int
+    dtype: torch.dtype = torch.float32
+    layout: str = "channel_last"
+    edge: str = "zero"
+    lengths: tuple | None = None
+    starts: tuple | None = None
+    dropout_p: float = 0.0
+    logits_dtype: torch.dtype | None = None
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def window(self):
+        return self.left + 1 + self.right
+
+
+def lay_out(values, layout):
+    """`values` [B,H,C,T] laid out in a buffer that holds NaN everywhere around them."""
+    if layout == "expanded":
+        return lay_out(values[:1], "channel_last").expand_as(values)
+    order = ORDERS["channel_last" if layout == "strided" else layout]
+    sizes = [values.shape[d] for d in order]
+    skip = step = 0
+    if layout == "strided":
+        skip, step = 3, 2
+        sizes[1], sizes[3] = step * sizes[1], sizes[3] + 8
+    margin = 64  # elements: keeps what follows aligned to 128 bytes
+    count = torch.Size(sizes).numel()
+    buffer = torch.full((count + 2 * margin,), torch.nan, dtype=values.dtype, device=values.device)
+    x = buffer[margin : margin + count].view(sizes)
+    if layout == "strided":
+        x = x[:, ::step, :, skip : skip + values.shape[2]]
+    x = x.permute([order.index(d) for d in range(4)])
+    return x.copy_(values)
+
+
+def make(case, device, dtype=None):
+    """Tensors of a case: (a_logits, v, grad of out, keyword arguments of the op).
+
+    Frames outside the sequences hold NaN in all three, and so does the memory around them.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+    B, H, T = case.batch, case.heads, case.frames
+    inside = torch.ones(B, 1, 1, T, dtype=torch.bool, device=device)
+    options = {"edge": case.edge, "dropout_p": case.dropout_p}
+    t = torch.arange(T, device=device)
+    for name in ("lengths", "starts"):
+        bound = getattr(case, name)
+        if bound is not None:
+            options[name] = torch.tensor(bound, dtype=torch.int64, device=device)
+            beyond = (
+                t < options[name][:, None] if name == "lengths" else t >= options[name][:, None]
+            )
+            inside = inside & beyond[:, None, None]
+
+    def tensor(channels, scale, layout, dtype):
+        x = scale * torch.randn(B, H, channels, T, generator=generator, device=device)
+        return lay_out(torch.where(inside, x, torch.nan).to(dtype), layout)
+
+    mixed = case.layout == "mixed"
+    layout = "channel_last" if mixed or case.layout == "expanded" else case.layout
+    a_logits = tensor(
+        case.window,
+        2.0,
+        "time_last" if mixed else case.layout,
+        dtype or case.logits_dtype or case.dtype,
+    )
+    v = tensor(case.head_dim, 1.0, layout, dtype or case.dtype)
+    grad = tensor(case.head_dim, 1.0, layout, dtype or case.dtype)
+    return a_logits, v, grad, options
+
+
+# Small enough for Triton's interpreter on a CPU.
+SMALL = [
+    Case("one_frame", 2, 2, 1, 8, 7, 7),
+    Case("one_frame_renormalize", 2, 1, 1, 8, 7, 7, torch.float16, edge="renormalize"),
+    Case("window_but_one", 1, 2, 14, 8, 7, 7, layout="time_last", edge="renormalize"),
+    Case("exactly_the_window", 2, 1, 15, 8, 7, 7, torch.float16, "time_last"),
+    Case("causal", 1, 2, 63, 16, 14, 0, torch.bfloat16),
+    Case("causal_time_last", 1, 2, 63, 16, 14, 0, torch.float16, "time_last"),
+    Case("causal_renormalize", 2, 1, 33, 64, 14, 0, edge="renormalize"),
+    Case("itself_alone", 1, 2, 17, 1, 0, 0),
+    Case("itself_alone_time_last", 1, 1, 17, 5, 0, 0, torch.bfloat16, "time_last", "renormalize"),
+    Case("ahead_alone", 1, 2, 37, 7, 0, 5, layout="mixed", edge="renormalize"),
+    Case("uneven", 1, 1, 130, 3, 5, 3, torch.bfloat16, "mixed"),
+    Case("ragged", 5, 1, 40, 5, 5, 3, lengths=(40, 17, 16, 1, 0)),
+    Case("ragged_time_last", 3, 1, 33, 9, 2, 4, torch.float16, "time_last", lengths=(33, 20, 7)),
+    Case(
+        "ragged_both_ends", 4, 1, 40, 5, 5, 3, edge="renormalize",
+        lengths=(40, 30, 20, 9), starts=(0, 16, 7, 9),
+    ),
+    Case(
+        "left_padded", 3, 1, 35, 12, 4, 4, torch.bfloat16, "head_major", "renormalize",
+        starts=(0, 13, 34),
+    ),
+    Case("beyond_the_bounds", 3, 1, 20, 4, 2, 1, lengths=(21, 1000, -3), starts=(-5, 3, -1)),
+    Case("strided", 2, 2, 21, 10, 3, 2, layout="strided"),
+    Case("strided_ragged", 2, 1, 35, 36, 6, 6, torch.float16, "strided", lengths=(35, 18)),
+    Case("expanded", 3, 1, 20, 6, 2, 2, layout="expanded"),
+    Case("head_major", 1, 2, 40, 40, 7, 7, torch.bfloat16, "head_major"),
+    Case("batch_second", 3, 2, 18, 8, 3, 0, torch.float16, "batch_second"),
+    Case("window_31", 1, 1, 130, 3, 15, 15),
+    Case("window_63", 1, 1, 62, 36, 31, 31, torch.bfloat16, "time_last", "renormalize"),
+    Case("window_127", 2, 1, 63, 8, 126, 0, lengths=(63, 40), edge="renormalize"),
+    Case("window_255", 1, 1, 40, 5, 127, 127, torch.float16),
+    Case("head_of_256", 1, 1, 20, 256, 2, 1, layout="time_last"),
+    Case("head_of_72", 1, 1, 33, 72, 3, 3, torch.float16),
+    Case("long", 1, 1, 1000, 4, 1, 1, torch.bfloat16),
+    Case("fp32_logits", 2, 1, 33, 8, 7, 7, torch.bfloat16, logits_dtype=torch.float32),
+    Case("bf16_logits", 2, 1, 33, 8, 7, 7, torch.float32, logits_dtype=torch.bfloat16),
+    Case("fp16_logits", 1, 1, 33, 8, 3, 7, torch.bfloat16, logits_dtype=torch.float16),
+]  # fmt: skip
+
+
+def _large():
+    """One case for each pair of block widths (of window and head) and size of element.
+
+    The rest of what a case has goes round in steps of its own.
+    """
+    windows = [
+        cycle(pairs)
+        for pairs in (
+            [(14, 0), (7, 7), (0, 0), (0, 5)],
+            [(15, 15), (30, 0), (17, 2)],
+            [(31, 31), (62, 0), (3, 40)],
+            [(63, 63), (126, 0)],
+            [(127, 127), (254, 0)],
+        )
+    ]
+    heads = [
+        cycle(dims)
+        for dims in ([8, 16, 1, 5], [32, 25], [64, 40, 36], [128, 96, 80, 72], [256, 129, 200])
+    ]
+    narrow = cycle([torch.bfloat16, torch.float16])
+    layouts = cycle(
+        ["channel_last", "time_last", "channel_last", "strided", "time_last", "mixed", "head_major"]
+    )
+    edges = cycle(["zero", "renormalize"])
+    frames = cycle([130, 1000, None, 63, 130, -1, 1000, 257, 1])  # None: W, -1: W - 1
+    ragged = cycle([False, True, False])
+    for window in windows:
+        for head in heads:
+            for dtype in (torch.float32, next(narrow)):
+                left, right = next(window)
+                W, T = left + 1 + right, next(frames)
+                T = max(1, W + (T or 0)) if T in (None, -1) else T
+                bounds = next(ragged) and {"lengths": (T, T // 2, T), "starts": (0, 0, T // 3)}
+                head_dim, layout, edge = next(head), next(layouts), next(edges)
+                name = f"W{left}+1+{right}-D{head_dim}-T{T}-{str(dtype)[6:]}-{layout}-{edge}"
+                yield Case(
+                    name + "-ragged" * bool(bounds),
+                    3, 2, T, head_dim, left, right, dtype, layout, edge, **(bounds or {}),
+                )  # fmt: skip
+
+
+LARGE = list(_large())
+
+# What speech encoders ask of the op: 8 heads of 64, bf16.
+BENCHMARK = [
+    Case(f"{B}x{T}-W{left + 1 + right}-{layout}", B, 8, T, 64, left, right, torch.bfloat16, layout)
+    for layout in ("channel_last", "time_last")
+    for B, T, left, right in (
+        (16, 256, 14, 0),
+        (32, 1024, 14, 0),
+        (32, 3000, 14, 0),
+        (32, 1000, 31, 31),
+        (32, 1000, 63, 63),
+    )
+]
