@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-__all__ = ["eager_ldsa", "ldsa_local_attention", "ldsa_weights"]
+__all__ = ["check_bound", "eager_ldsa", "ldsa_local_attention", "ldsa_weights"]
 
 _NAME = "ldsa_nn._ldsa"
 
@@ -102,8 +102,11 @@ if TYPE_CHECKING:
         edge: str = "zero",
     ) -> Tensor: ...
 
+    def check_bound(name: str, bound: Tensor | None, batch: int, device: torch.device) -> None: ...
+
 else:
     _package = _load()
+    check_bound = _package.checks.check_bound
     eager_ldsa = _package.eager_ldsa
     ldsa_local_attention = _package.ldsa_local_attention
     ldsa_weights = _package.ldsa_weights

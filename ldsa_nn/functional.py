@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from ldsa_nn._kernels import eager_ldsa, ldsa_local_attention, ldsa_weights
+from ldsa_nn._kernels import check_bound, eager_ldsa, ldsa_local_attention, ldsa_weights
 
 __all__ = [
+    "check_bound",
     "eager_ldsa",
     "frames_inside",
     "keep_mask",

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldsa_nn.functional import (
+    check_bound,
     frames_inside,
     keep_mask,
     ldsa_local_attention,
@@ -27,7 +28,8 @@ def _check_sequence(name: str, x: Tensor, n_feat: int, like: Tensor | None = Non
 def _extent(
     query: Tensor, mask: Tensor | None, lengths: Tensor | None, honor_mask: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(starts, lengths) from whichever of mask and lengths is given."""
+    """(starts, lengths) from whichever of mask and lengths is given, checked."""
+    check_bound("lengths", lengths, query.shape[0], query.device)
     if mask is None or not honor_mask:
         return None, lengths
     if lengths is not None:

@@ -27,7 +27,8 @@ def _check_frames(name, n):
         raise ValueError(f"{name} must be >= 0 frames, got {n}")
 
 
-def _check_bound(name, bound, batch, device):
+def check_bound(name, bound, batch, device):
+    """Check lengths or starts: None, or integers [B] on `device` or on the CPU."""
     if bound is None:
         return
     if not isinstance(bound, torch.Tensor):
@@ -52,8 +53,8 @@ def check_window(a_logits, left, right, lengths, starts, edge):
         )
     if edge not in EDGES:
         raise ValueError(f"edge must be 'zero' or 'renormalize', got {edge!r}")
-    _check_bound("lengths", lengths, a_logits.shape[0], a_logits.device)
-    _check_bound("starts", starts, a_logits.shape[0], a_logits.device)
+    check_bound("lengths", lengths, a_logits.shape[0], a_logits.device)
+    check_bound("starts", starts, a_logits.shape[0], a_logits.device)
 
 
 def check_inputs(a_logits, v, left, right, lengths, starts, edge, dropout_p):
