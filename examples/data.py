@@ -77,6 +77,8 @@ def read_manifest(directory: str | os.PathLike) -> Corpus:
     members: dict[tuple[str, str], bytes] = {}
     for archive in sorted({row["archive"] for row in rows if row.get("archive")}):
         wanted = {row["audio"] for row in rows if row.get("archive") == archive}
+        if not (directory / archive).is_file():
+            raise FileNotFoundError(f"{manifest} names {archive}, which is not beside it")
         with tarfile.open(directory / archive) as tar:
             for member in tar:
                 if member.name in wanted:
@@ -84,11 +86,12 @@ def read_manifest(directory: str | os.PathLike) -> Corpus:
 
     def load(row: dict) -> Tensor:
         archive = row.get("archive")
-        if not archive:
-            return decode(directory / row["audio"])
-        if (archive, row["audio"]) not in members:
+        if archive and (archive, row["audio"]) not in members:
             raise FileNotFoundError(f"{directory / archive} has no {row['audio']} ({row['id']})")
-        return decode(members[archive, row["audio"]])
+        try:
+            return decode(members[archive, row["audio"]] if archive else directory / row["audio"])
+        except soundfile.LibsndfileError as error:
+            raise ValueError(f"{row['id']} of {manifest}: {row['audio']}: {error}") from error
 
     corpus: Corpus = {}
     for row, audio in zip(rows, _in_threads(load, rows, "decode"), strict=True):

@@ -47,7 +47,7 @@ class Recogniser(nn.Module):
             Conformer's own. left, right: the window of "ldsa" in model frames.
         """
         super().__init__()
-        self.embed = nn.Linear(STACK * N_MELS, dim)
+        self.embed = nn.Conv1d(N_MELS, dim, STACK, stride=STACK)
         self.conformer = torchaudio.models.Conformer(dim, heads, ffn, layers, kernel, dropout)
         self.head = nn.Linear(dim, symbols + 1)
         if attention == "ldsa":
@@ -58,9 +58,9 @@ class Recogniser(nn.Module):
 
         T' = ceil(T / 4), see `stacked`. Logits past an utterance's end mean nothing.
         """
-        batch, time = features.shape[:2]
-        features = functional.pad(features, (0, 0, 0, -time % STACK))
-        x = self.embed(features.reshape(batch, -1, STACK * N_MELS)).transpose(0, 1)  # [T', B, dim]
+        # Padded by the same always: a graph compiled for some padding does not hold for none.
+        features = functional.pad(features, (0, 0, 0, STACK - 1))
+        x = self.embed(features.mT).permute(2, 0, 1)  # [T', B, dim]
         padding = torch.arange(x.shape[0], device=x.device) >= stacked(lengths)[:, None]
         # Not conformer(x, lengths): it reads the lengths back from the device in every step, which
         # also breaks a compiled graph in two.

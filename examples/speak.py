@@ -10,7 +10,6 @@ its own, with nothing but the standard library, because forking is safe only wit
 """
 
 import ctypes
-import importlib.util
 import json
 import os
 import random
@@ -80,8 +79,10 @@ def speak(lines: Sequence[Line]) -> Iterator[tuple[bytes, int]]:
         ImportError: espeakng_loader is missing.
         RuntimeError: eSpeak NG does not run here or lacks a voice; the message is its own.
     """
-    if importlib.util.find_spec("espeakng_loader") is None:
-        raise ImportError(f"no recordings given and espeakng_loader is missing: {INSTALL}")
+    try:
+        import espeakng_loader  # noqa: F401  the worker needs it
+    except ImportError as error:
+        raise ImportError(f"no recordings given and no espeakng_loader: {INSTALL}") from error
     with subprocess.Popen(
         [sys.executable, __file__],
         stdin=subprocess.PIPE,

@@ -274,13 +274,15 @@ def draw_attention(
     device = next(model.parameters()).device
     lengths = torch.tensor([len(utterance.audio)], device=device)
     features, frames = logmel(utterance.audio[None].to(device), lengths)
-    weights = attention_weights(model, features, frames, left, right).cpu()
+    weights = attention_weights(model, features, frames, left, right).cpu().numpy()
     figure = Figure(figsize=(9, 2 + 1.3 * len(weights)), layout="constrained")
     axes = figure.subplots(
         len(weights) + 1, sharex=True, height_ratios=[2] + [1] * len(weights), squeeze=True
     )
     seconds = features.shape[1] / 100
-    axes[0].imshow(features[0].mT.cpu(), aspect="auto", origin="lower", extent=(0, seconds, 0, 80))
+    axes[0].imshow(
+        features[0].mT.cpu().numpy(), aspect="auto", origin="lower", extent=(0, seconds, 0, 80)
+    )
     axes[0].set(ylabel="mel channel", title=utterance.text)
     for head, (axis, of_head) in enumerate(zip(axes[1:], weights, strict=True)):
         frame = STACK / 100

@@ -1,0 +1,275 @@
+"""The training example: a small run end to end, resuming, checkpoints, and learning on AN4."""
+
+import itertools
+import json
+import math
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+for package in ("torchaudio", "soundfile", "jiwer", "matplotlib"):
+    pytest.importorskip(package)
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import data  # noqa: E402
+import recogniser  # noqa: E402
+import speak  # noqa: E402
+import train_ctc  # noqa: E402
+
+TINY = "--dim 16 --layers 2 --heads 2 --ffn 16 --kernel 3 --left 3 --right 2 --batch-seconds 2"
+
+
+def tones(split: str, count: int, seed: int) -> list[data.Utterance]:
+    """Strings of A, B and C as tones of 0.2 s, each letter of its own pitch."""
+    rng = random.Random(seed)
+    utterances = []
+    for i in range(count):
+        text = "".join(rng.choices("ABC", k=rng.randint(2, 4)))
+        times = torch.arange(3200) / data.SAMPLE_RATE
+        parts = [torch.sin(2 * math.pi * 300 * (1 + "ABC".index(c)) * times) for c in text]
+        audio = (8000 * torch.cat(parts)).to(torch.int16)
+        utterances.append(data.Utterance(f"{split}{i}", split, text, audio))
+    return utterances
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """run(*arguments) trains a tiny model on tones, into tmp_path / "out" unless told otherwise."""
+    corpus = {"train": tones("train", 12, 0), "test": tones("test", 5, 1)}
+    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: (corpus, "tones"))
+
+    def run(*arguments: str) -> dict:
+        out = ["--out", str(tmp_path / "out")]
+        return train_ctc.main([*out, "--device", "cpu", *TINY.split(), *arguments])
+
+    return run
+
+
+def interrupt_after(monkeypatch, batches: int) -> None:
+    """Make the process get Ctrl-C while it fetches that batch."""
+    original, fetched = train_ctc.collate, itertools.count(1)
+
+    def collate(*arguments):
+        if next(fetched) == batches:
+            signal.raise_signal(signal.SIGINT)
+        return original(*arguments)
+
+    monkeypatch.setattr(train_ctc, "collate", collate)
+
+
+@pytest.mark.parametrize("attention", ["ldsa", "mhsa"])
+def test_a_run_leaves_checkpoint_results_and_image(run, tmp_path, capsys, attention):
+    results = run("--steps", "3", "--attention", attention)
+    out = tmp_path / "out"
+    assert {p.name for p in out.iterdir()} == {"checkpoint.pt", "results.json", "attention.png"}
+    assert json.loads((out / "results.json").read_text()) == results
+    assert (results["attention"], results["steps"]) == (attention, 3)
+    assert results["held_out"]["test"]["utterances"] == 5
+    assert (out / "attention.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "Unheard speakers (test)" in printed
+    assert "--resume" in printed
+
+    model, logmel, vocabulary = recogniser.load_recogniser(out / "checkpoint.pt")
+    assert vocabulary == "ABC"
+    assert sum(p.numel() for p in model.parameters()) == results["parameters"]
+    test = tones("test", 5, 1)
+    texts = recogniser.transcribe(model, logmel, vocabulary, test, "again")
+    assert texts == recogniser.transcribe(model, logmel, vocabulary, test[::-1], "again")[::-1]
+
+
+def test_only_the_attention_differs_between_the_two(run):
+    options = vars(train_ctc.parse(TINY.split()))
+    ldsa = recogniser.build({**options, "attention": "ldsa"}, "ABC").state_dict()
+    mhsa = recogniser.build({**options, "attention": "mhsa"}, "ABC").state_dict()
+    shared = {name for name in mhsa if ".self_attn." not in name}
+    assert shared == {name for name in ldsa if ".self_attn." not in name}
+    assert all(torch.equal(ldsa[name], mhsa[name]) for name in shared)
+
+
+def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(run, tmp_path, monkeypatch):
+    whole = run("--steps", "8", "--out", str(tmp_path / "whole"))
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, batches=3)
+        with pytest.raises(SystemExit, match=r"stopped after 3 steps.*--resume"):
+            run("--steps", "8")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = run("--steps", "8", "--resume")
+    assert resumed["steps"] == whole["steps"] == 8
+    assert resumed["held_out"] == whole["held_out"]
+    states = [
+        torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("whole", "out")
+    ]
+    for name, value in states[0]["model"].items():
+        assert torch.equal(value, states[1]["model"][name]), name
+    assert torch.equal(states[0]["rng"], states[1]["rng"])
+
+
+def test_resuming_a_finished_run_trains_on_only_with_a_larger_budget(run):
+    assert run("--steps", "2")["steps"] == 2
+    assert run("--steps", "2", "--resume")["steps"] == 2
+    assert run("--steps", "5", "--resume")["steps"] == 5
+
+
+def test_minutes_are_a_budget_and_bf16_runs(run, tmp_path):
+    results = run("--minutes", "0.02", "--bf16")
+    assert results["steps"] > 0
+    assert 0.02 <= results["minutes"] < 0.1
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert state["seconds"] >= 1.2
+    with pytest.raises(SystemExit):
+        train_ctc.parse(["--minutes", "1", "--steps", "1"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--attention", "mhsa"], "--attention is 'ldsa' there and 'mhsa' here"),
+        (["--dim", "32"], "--dim is 16 there and 32 here"),
+        (["--left", "1", "--right", "1"], "--left is 3 there and 1 here; --right is 2 there"),
+        (["--batch-seconds", "3"], "--batch-seconds is 2.0 there and 3.0 here"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(run, arguments, message):
+    run("--steps", "1")
+    with pytest.raises(SystemExit, match=f"{message}.*give another --out"):
+        run("--steps", "2", "--resume", *arguments)
+
+
+def test_a_checkpoint_of_another_vocabulary_is_refused(run, monkeypatch):
+    run("--steps", "1")
+    other = {"train": [tones("train", 1, 0)[0]._replace(text="AB")], "test": tones("test", 5, 1)}
+    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: (other, "tones"))
+    with pytest.raises(SystemExit, match="the vocabulary is 'ABC' there and 'AB' here"):
+        run("--steps", "2", "--resume")
+
+
+def test_resume_and_checkpoint_must_agree(run):
+    with pytest.raises(SystemExit, match=r"there is no .*checkpoint\.pt: .*leave out --resume"):
+        run("--steps", "1", "--resume")
+    run("--steps", "1")
+    with pytest.raises(SystemExit, match=r"checkpoint\.pt exists: continue it with --resume"):
+        run("--steps", "1")
+
+
+def test_missing_data_is_an_error_without_traceback(tmp_path):
+    with pytest.raises(SystemExit, match=r"no .*manifest\.jsonl: --data takes a directory"):
+        train_ctc.main(["--data", str(tmp_path)])
+    with pytest.raises(SystemExit, match="no part of LibriSpeech"):
+        train_ctc.main(["--librispeech", str(tmp_path)])
+
+
+def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "checkpoint.pt"
+    train_ctc.save_atomically({"step": 1}, path)
+
+    def half(state, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(OSError, match="disk full"):
+        train_ctc.save_atomically({"step": 2}, path)
+    assert torch.load(path, weights_only=True) == {"step": 1}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_learning_rate_warms_up_and_ends_at_zero():
+    assert train_ctc.learning_rate(1.0, 0, 0.0) < 0.01
+    assert train_ctc.learning_rate(1.0, 1000, 0.0) == 1.0
+    assert train_ctc.learning_rate(1.0, 1000, 0.5) == pytest.approx(0.5)
+    assert train_ctc.learning_rate(1.0, 1000, 1.2) == 0.0
+
+
+def test_augmentation_changes_speed_level_and_masks():
+    torch.manual_seed(0)
+    augment = train_ctc.Augment(data.LogMel())
+    audio = torch.randint(-9000, 9000, (2, 32_000), dtype=torch.int16)
+    drawn = [augment(audio, torch.tensor([32_000, 30_000])) for _ in range(20)]
+    lengths = {tuple(frames.tolist()) for _, frames in drawn}
+    expected = [
+        [1 + (math.ceil(n / s) - 512) // 160 for n in (32_000, 30_000)] for s in (0.9, 1, 1.1)
+    ]
+    assert lengths == {tuple(pair) for pair in expected}
+    for features, frames in drawn:
+        assert features.is_contiguous()
+        assert not features[1, int(frames[1]) :].any()
+    assert any((features[0] == 0).all(0).any() for features, _ in drawn)  # a band
+    assert any((features[0] == 0).all(1).any() for features, _ in drawn)  # a time
+    levels = torch.stack([f[0][f[0] != 0].mean() for f, _ in drawn])
+    assert levels.std() > 0.5  # natural logarithms of energy; +-10 dB are +-2.3
+
+
+def test_greedy_text():
+    assert recogniser.greedy_text([0, 2, 2, 0, 2, 3, 3, 0, 1, 1, 0], " AB") == "AAB"
+    assert recogniser.greedy_text([1, 2, 1, 0, 1, 3, 1], " AB") == "A B"
+    assert recogniser.greedy_text([0, 0], " AB") == ""
+
+
+@pytest.mark.parametrize("attention", ["ldsa", "mhsa"])
+def test_attention_weights(attention):
+    options = vars(train_ctc.parse([*TINY.split(), "--attention", attention]))
+    model = recogniser.build(options, "ABC").eval()
+    features, lengths = torch.randn(1, 90, 80), torch.tensor([90])
+    weights = recogniser.attention_weights(model, features, lengths, 3, 2)
+    assert weights.shape == (2, 6, 23)
+    assert (weights >= 0).all()
+    total = weights.sum(1)
+    if attention == "ldsa":
+        torch.testing.assert_close(total, torch.ones(2, 23))
+    else:
+        assert (total < 1).all()
+        # A band as wide as the matrix holds all of it, each weight at its offset.
+        wide = recogniser.attention_weights(model, features, lengths, 22, 22)
+        torch.testing.assert_close(wide.sum(1), torch.ones(2, 23))
+        torch.testing.assert_close(wide[:, 19:25], weights)
+        assert not wide[:, :22, 0].any()
+        assert not wide[:, 23:, -1].any()
+
+
+@pytest.mark.parametrize("attention", ["ldsa", "mhsa"])
+def test_one_compilation_serves_all_lengths(attention):
+    options = vars(train_ctc.parse([*TINY.split(), "--attention", attention]))
+    model = recogniser.build(options, "ABC")
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(model, dynamic=True, fullgraph=True, backend=backend)
+    for batch, time in ((4, 84), (3, 101), (7, 62), (5, 203)):
+        compiled(torch.randn(batch, time, 80), torch.full((batch,), time)).sum().backward()
+    assert len(graphs) == 1
+
+
+@pytest.fixture
+def one_thread():
+    """One thread for what is small, or is slowed down by other work on the machine's cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("one_thread")
+def test_it_learns_to_read_an4(data_dir, tmp_path, monkeypatch):
+    """600 steps on 64 short digit strings; the CER is that of speakers it never heard."""
+    digits = {"OH", *speak.DIGITS}
+    corpus = {
+        split: [u for u in utterances if set(u.text.split()) <= digits and " " in u.text]
+        for split, utterances in data.read_manifest(data_dir / "an4").items()
+    }
+    corpus["train"] = sorted(corpus["train"], key=lambda u: len(u.audio))[:64]
+    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: (corpus, "an4"))
+    options = "--device cpu --steps 600 --seed 0 --dim 96 --layers 3 --ffn 256 --batch-seconds 12"
+    results = train_ctc.main(["--out", str(tmp_path), *options.split()])
+    assert results["steps"] == 600
+    assert results["held_out"]["test"]["speakers"] == 10
+    assert results["held_out"]["test"]["cer"] < 60
