@@ -18,6 +18,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,10 +32,10 @@ from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
 
 __all__ = ["LayerSpec", "convert_checkpoint", "find_layers", "load_layer", "main"]
 
-# Entries of a checkpoint that hold the weights, first choice first. A part keeps its name in the
-# keys; averaged weights come last, behind any that training went on with.
+# Entries of a checkpoint that hold the weights, first choice first. OpenTransformer saves the parts
+# of a model side by side, with "params" for its configuration; averaged weights come last.
 _PARTS = ("frontend", "encoder", "decoder", "ctc")
-_WRAPPERS = ("model", "state_dict", "model_state_dict", "net", "params", *_PARTS, "ema")
+_WRAPPERS = ("model", "state_dict", "model_state_dict", "net", *_PARTS, "params", "ema")
 
 # What DataParallel and DDP, torch.compile and Lightning put before every key.
 _KEY_PREFIXES = ("module.", "_orig_mod.", "model.")
@@ -76,6 +77,7 @@ class _Checkpoint(NamedTuple):
     weights: dict[str, Tensor]
     metadata: dict[str, str]
     left_out: list[str]  # entries among the weights that are no tensors
+    sections: list[str]  # entries with weights, met on the way to those taken
 
 
 class _Given(NamedTuple):
@@ -95,10 +97,9 @@ def find_layers(
     """Find the LDSA and hybrid layers of a checkpoint.
 
     Wrappers are undone, however nested: of a dict's entries "model", "state_dict",
-    "model_state_dict", "net", "params" and "ema" the first that holds weights is taken
-    (OpenTransformer's "frontend", "encoder", "decoder" and "ctc" go together, before "ema", and
-    keep their names in the keys); "module.", "_orig_mod." and "model." are cut off where every key
-    starts with them.
+    "model_state_dict", "net", OpenTransformer's parts ("frontend", "encoder", "decoder" and "ctc"
+    together, which keep their names in the keys), "params" and "ema", the first that holds weights
+    is taken; "module.", "_orig_mod." and "model." are cut off where every key starts with them.
 
     Args:
         checkpoint: path of a file that torch.save wrote or of a .safetensors file; or a mapping.
@@ -255,7 +256,7 @@ def _open(
             f"{source} has no section {section!r} with weights, it has "
             + (", ".join(map(repr, sections)) or "no sections")
         )
-    return _Checkpoint(source, _strip(weights), metadata, left_out)
+    return _Checkpoint(source, _strip(weights), metadata, left_out, sections)
 
 
 def _read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -461,6 +462,7 @@ def _layers(opened: _Checkpoint) -> dict[str, bool]:
             f"no LDSA layer in {opened.source}: expected w1.weight, w2.weight, w3.weight and "
             "w_out.weight under one prefix, with square w1, w3 and w_out, got "
             + ("\n".join(near) or ", ".join(keys) or "no tensors")
+            + (f". Sections with weights: {', '.join(opened.sections)}" if opened.sections else "")
         )
     # Feed-forward layers have w1, w2 and w3 too, but w_out is found in no other layer.
     broken = [p for p, (names, _) in found.near.items() if len(names) == 3 and _KEYS[3] in names]
@@ -726,7 +728,7 @@ def _write(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str], progress: bool
 ) -> None:
     """Write a safetensors file whole or not at all."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".ldsa-convert-") as folder:
         part = Path(folder) / path.name
         # safetensors may make files that only their owner can read: note what others would be.
         part.touch()
@@ -756,11 +758,22 @@ def _save_with_progress(tensors: dict[str, Tensor], part: Path, metadata: dict[s
     ):
         saving = pool.submit(save_file, tensors, part, metadata=metadata)
         while wait([saving], timeout=0.1).not_done:
-            # Whatever names safetensors writes under on its way.
-            sizes = (file.stat().st_size for file in part.parent.glob("*"))
-            bar.update(min(total, sum(sizes)) - bar.n)
+            bar.update(max(0, min(total, _written(part.parent)) - bar.n))
         saving.result()
         bar.update(total - bar.n)
+
+
+def _written(folder: Path) -> int:
+    """Bytes on disk of a folder's files, whose lengths may be set before anything is written."""
+    written = 0
+    with suppress(FileNotFoundError):  # a file that was just given its name
+        for file in folder.iterdir():
+            status = file.stat()
+            blocks = getattr(
+                status, "st_blocks", None
+            )  # of 512 bytes, where the system counts them
+            written += status.st_size if blocks is None else 512 * blocks
+    return written
 
 
 def _table(specs: Mapping[str, LayerSpec]) -> str:

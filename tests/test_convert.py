@@ -7,9 +7,11 @@ import io
 import json
 import os
 import pathlib
+import re
 import stat
 import subprocess
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -254,6 +256,7 @@ def test_model_is_taken_before_other_sections():
     assert list(find_layers({"ema": second, "model": first})) == [""]
     assert list(find_layers({"ema": second, "state_dict": first})) == [""]
     assert list(find_layers({"ema": second, "encoder": first})) == ["encoder"]
+    assert list(find_layers({"params": second, "encoder": first})) == ["encoder"]
     assert list(find_layers({"ema": second, "epoch": 3})) == ["x"]
 
 
@@ -338,6 +341,8 @@ def test_no_layer_is_an_error(tmp_path):
             function({"a.b": torch.ones(2), "c": torch.ones(3)})
         with pytest.raises(ValueError, match=r"no LDSA layer .*got no tensors"):
             function({"model": {}, "epoch": 3})
+        with pytest.raises(ValueError, match=r"got no tensors. Sections with weights: module, x$"):
+            function({"module": weights(), "x": weights(), "epoch": 3})
         with pytest.raises(ValueError, match=r"got k0, k1, k2, k3, k4, \.\.\.$"):
             function({f"k{i}": torch.ones(2) for i in range(9)})
     torch.save({"model": {"x": torch.ones(2)}}, path := tmp_path / "a.pt")
@@ -1183,18 +1188,12 @@ def test_the_command_shows_warnings(tmp_path, capsys):
 
 def test_the_command_runs_as_a_program(tmp_path):
     torch.save(weights(), src := tmp_path / "a.pt")
-    command = [sys.executable, "-m", "ldsa_nn.convert"]
+    command = [sys.executable, "-m", "ldsa_nn.convert", src, dst := tmp_path / "b.safetensors"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for arguments, code in (
-        ([src, "--list"], 0),
-        ([src, tmp_path / "b.safetensors"], 0),
-        ([src], 2),
-    ):
-        result = subprocess.run(
-            [*command, *map(str, arguments)], capture_output=True, text=True, env=environment
-        )
-        assert result.returncode == code, result.stderr
-    assert same(load_layer(tmp_path / "b.safetensors"), weights())
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.endswith(f"wrote {dst}\n")
+    assert same(load_layer(dst), weights())
 
 
 class Terminal(io.StringIO):
@@ -1219,6 +1218,27 @@ def test_a_large_file_has_a_progress_bar(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr", log := io.StringIO())
     assert main(arguments) == 0
     assert log.getvalue() == "", "no bar in a log file"
+
+
+def test_the_progress_bar_moves_while_the_file_grows(tmp_path, monkeypatch, capsys):
+    def save_half_first(tensors, path, **kwargs):
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        with path.open("wb") as file:
+            file.truncate(total)  # its length tells nothing
+            file.write(bytes(total // 2))
+            file.flush()
+            os.fsync(file.fileno())
+            time.sleep(0.5)
+        save_file(tensors, path, **kwargs)
+
+    torch.save(linear(256, 60), src := tmp_path / "a.pt")
+    monkeypatch.setattr(convert, "_LARGE", 0)
+    monkeypatch.setattr(convert, "save_file", save_half_first)
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    assert main([str(src), str(tmp_path / "b.safetensors")]) == 0
+    shown = {int(percent) for percent in re.findall(r"(\d+)%", terminal.getvalue())}
+    assert {0, 100} < shown
+    assert shown & {*range(45, 56)}
 
 
 def test_the_progress_bar_keeps_errors(tmp_path, monkeypatch, capsys):
