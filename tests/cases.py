@@ -1,9 +1,15 @@
-"""The cases of the op that tests and benchmarks share, and the tensors of each."""
+"""The cases of the op that tests and benchmarks share, their tensors, and the float64 truth."""
 
 from itertools import cycle
 from typing import NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ldsa_nn import eager_ldsa, ldsa_local_attention
+
+# On the CPU the fused kernel runs in Triton's interpreter.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 # Memory orders, outermost dimension first, of [B,H,C,T] tensors.
 ORDERS = {
@@ -102,6 +108,50 @@ def make(case, device, dtype=None):
     v = tensor(case.head_dim, 1.0, layout, dtype or case.dtype)
     grad = tensor(case.head_dim, 1.0, layout, dtype or case.dtype)
     return a_logits, v, grad, options
+
+
+def random(*shape, dtype=torch.float32, seed=0, device=DEVICE):
+    """Normal numbers, the same ones in every dtype and on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
+
+
+def run(a_logits, v, grad, left, right, op=ldsa_local_attention, **options):
+    """(out, grad_logits, grad_v) of the op."""
+    a_logits, v = (x.detach().requires_grad_() for x in (a_logits, v))
+    out = op(a_logits, v, left, right, **options)
+    return out.detach(), *torch.autograd.grad(out, (a_logits, v), grad)
+
+
+def truth(a_logits, v, grad, left, right, **options):
+    """The same in float64."""
+    return run(a_logits.double(), v.double(), grad.double(), left, right, eager_ldsa, **options)
+
+
+def error(x, expected):
+    """Largest absolute error; NaN, which no bound admits, where either is NaN."""
+    assert x.shape == expected.shape
+    return (x.double() - expected.double()).abs().max().item() if x.numel() else 0.0
+
+
+def close(results, expected, tolerance):
+    """Whether every result is within the tolerance of what is expected."""
+    return all(error(x, y) <= tolerance for x, y in zip(results, expected, strict=True))
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every operator that runs below autograd, with its arguments."""
+
+    def __enter__(self):
+        self.calls = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def names(self):
+        return [func.name() for func, _, _ in self.calls]
 
 
 # Small enough for Triton's interpreter on a CPU.

@@ -8,16 +8,27 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import ATOL, LARGE, ORDERS, SMALL, Case, lay_out, make
-from conftest import ROOT
+from cases import (
+    ATOL,
+    DEVICE,
+    LARGE,
+    ORDERS,
+    SMALL,
+    Case,
+    Recorder,
+    close,
+    error,
+    lay_out,
+    make,
+    random,
+    run,
+    truth,
+)
+from conftest import HAS_GPU, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ldsa_nn import eager_ldsa, ldsa_local_attention, ldsa_weights
-
-HAS_GPU = torch.cuda.is_available()
-DEVICE = "cuda" if HAS_GPU else "cpu"  # on the CPU the fused kernel runs in Triton's interpreter
 
 
 @pytest.fixture(params=["eager", "triton"])
@@ -32,33 +43,6 @@ def poisoned_memory():
     assert torch.empty_permuted((2, 3), (1, 0), device=DEVICE).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def random(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
-
-
-def run(a_logits, v, grad, left, right, op=ldsa_local_attention, **options):
-    """(out, grad_logits, grad_v) of the op."""
-    a_logits, v = (x.detach().requires_grad_() for x in (a_logits, v))
-    out = op(a_logits, v, left, right, **options)
-    return out.detach(), *torch.autograd.grad(out, (a_logits, v), grad)
-
-
-def truth(a_logits, v, grad, left, right, **options):
-    """The same in float64."""
-    return run(a_logits.double(), v.double(), grad.double(), left, right, eager_ldsa, **options)
-
-
-def error(x, expected):
-    """Largest absolute error; NaN, which no bound admits, where either is NaN."""
-    assert x.shape == expected.shape
-    return (x.double() - expected).abs().max().item() if x.numel() else 0.0
-
-
-def close(results, expected, tolerance):
-    return all(error(x, y) <= tolerance for x, y in zip(results, expected, strict=True))
 
 
 def same_bits(results, expected):
@@ -486,24 +470,12 @@ def test_dropout_follows_the_generator(implementation):
 # Which implementation runs
 
 
-class Recorder(TorchDispatchMode):
-    """Notes every operator that runs below autograd."""
-
-    def __enter__(self):
-        self.names = []
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 def operators(a_logits, v, left, right, **options):
     with Recorder() as recorder:
         out = ldsa_local_attention(a_logits, v, left, right, **options)
         if out.requires_grad:
             out.sum().backward()
-    return recorder.names
+    return recorder.names()
 
 
 @pytest.mark.parametrize("layout", ORDERS)
