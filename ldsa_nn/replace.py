@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, NamedTuple
 
 import safetensors.torch
@@ -146,10 +145,10 @@ def load_replaced(
     try:
         model.load_state_dict(state, strict=True)
     except BaseException:
+        _apply(undo)
         with torch.no_grad():
             for tensor, value in before:
                 tensor.copy_(value)
-        _apply(undo)
         raise
     return report
 
@@ -169,8 +168,12 @@ def _replace(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     for module in model.modules():
-        if isinstance(module, nn.parallel.DistributedDataParallel):
-            raise ValueError("model is wrapped in DistributedDataParallel: replace before wrapping")
+        wrapper = type(module).__name__
+        if wrapper in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            raise ValueError(
+                f"model is wrapped in {wrapper}, which knows its parameters already: "
+                "replace before wrapping"
+            )
     _check_options(make, layer_options)
     slots = _find(model, host)
     unknown, refused = _others(model, slots)
@@ -208,7 +211,10 @@ def _check_options(make: Make | None, layer_options: dict[str, Any]) -> None:
         raise TypeError(f"make must be callable, got {type(make).__name__}")
     for name in layer_options:
         if name not in _OPTIONS:
-            raise TypeError(f"unknown option {name!r}: layer options are {', '.join(_OPTIONS)}")
+            raise TypeError(
+                f"unknown option {name!r}: the layer's are {', '.join(_OPTIONS)}; its window is "
+                "left and right"
+            )
         if make is not None:
             raise TypeError(f"option {name!r} is for the default layer: set it inside make")
 
@@ -247,7 +253,9 @@ def _others(model: nn.Module, slots: list[_Slot]) -> tuple[list[str], list[str]]
         if id(module) in done or own.startswith("ldsa_nn."):
             return
         done.add(id(module))
-        named = _ATTENTION_CLASS.search(own) or _ATTENTION_NAME.fullmatch(path.rpartition(".")[2])
+        named = _ATTENTION_CLASS.search(own) or (
+            _ATTENTION_NAME.fullmatch(path.rpartition(".")[2]) and not own.startswith("torch.nn.")
+        )
         holds = any(slot.path.startswith(f"{path}." if path else "") for slot in slots)
         if (named or isinstance(module, nn.MultiheadAttention)) and not holds:
             what = f"{own} in {parent}" if parent else own
@@ -313,7 +321,8 @@ def _choose(slots: list[_Slot], layers: Iterable[int] | None) -> list[_Slot]:
         if hosts.class_name(type(slot.old)) not in slot.host.attention:
             raise ValueError(
                 f"{slot.path} is of the unknown class {hosts.class_name(type(slot.old))}: in "
-                f"{slot.host.parent} only {' or '.join(slot.host.attention)} is known"
+                f"{slot.host.parent} only {' or '.join(slot.host.attention)} is known; choose "
+                "other layers (layers=)"
             )
     return chosen
 
@@ -401,16 +410,20 @@ def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str
         state: Any = checkpoint
     elif isinstance(checkpoint, (str, os.PathLike)):
         path = Path(checkpoint)
-        if path.suffix == ".safetensors":
-            state = safetensors.torch.load_file(path)
-        else:
-            try:
+        try:
+            if path.suffix == ".safetensors":
+                state = safetensors.torch.load_file(path)
+            else:
                 state = torch.load(path, map_location="cpu", weights_only=True)
-            except UnpicklingError as error:
-                raise ValueError(
-                    f"{path} holds more than weights, or is no file of torch.save: save "
-                    f"model.state_dict() alone ({str(error).partition(chr(10))[0]})"
-                ) from error
+        except OSError:
+            raise
+        except Exception as error:  # of a file that is broken: anything, struct.error too
+            wants = re.search(r"GLOBAL (\S+)", str(error))
+            raise ValueError(
+                f"{path} holds more than weights, a {wants[1]}: save model.state_dict() alone"
+                if wants
+                else f"{path} is no safetensors file or file of torch.save: {error}"
+            ) from error
     else:
         raise TypeError(
             f"checkpoint must be a path or a state dict, got {type(checkpoint).__name__}"

@@ -112,7 +112,7 @@ def loaded() -> dict[str, ModuleType]:
     return {
         name: importlib.import_module(f"{__name__}.{name}")
         for name in names()
-        if name in sys.modules
+        if sys.modules.get(name)
     }
 
 

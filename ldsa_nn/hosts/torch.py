@@ -87,15 +87,19 @@ class MultiheadAdapter(Adapter):
         elif attn_mask is not None:
             self._check_window(attn_mask, key_padding_mask)
         keep = None if key_padding_mask is None else keep_from_padding(key_padding_mask)
-        if query.dim() == 2:
+        single = query.dim() == 2
+        if single:
+            query, key, value = query[None], key[None], value[None]
             keep = None if keep is None else keep[None]
-            out = self.layer(query[None], key[None], value[None], mask=keep, lengths=None)[0]
-        elif self.batch_first:
-            out = self.layer(query, key, value, mask=keep, lengths=None)
-        else:
+        elif not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-            out = self.layer(query, key, value, mask=keep, lengths=None).transpose(0, 1)
-        return out, None
+        if keep is not None and torch.compiler.is_compiling():
+            # A host may make its mask as wide as a length that it read back: say which that is.
+            torch._check(keep.shape[1] == query.shape[1])
+        out = self.layer(query, key, value, mask=keep, lengths=None)
+        if single:
+            return out[0], None
+        return out if self.batch_first else out.transpose(0, 1), None
 
     def _check_window(self, attn_mask: Tensor, key_padding_mask: Tensor | None) -> None:
         """Raise unless attn_mask leaves all of the window free; padding is key_padding_mask's."""
