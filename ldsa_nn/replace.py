@@ -133,15 +133,19 @@ def load_replaced(
             `replace_attention`.
     """
     state = _read(checkpoint)
-    if any(tensor.is_meta for tensor in _tensors(model)):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(nn.parameter.is_lazy(tensor) or tensor.is_meta for tensor in tensors):
         raise ValueError(
-            "model has parameters on the meta device, where loading does nothing: call "
-            "model.to_empty(device=...) first"
+            "model has parameters without values, where a load may do nothing: call "
+            "model.to_empty(device=...) if they are on the meta device, run a batch if they are "
+            "lazy"
         )
+    # load_state_dict copies what fits before it complains of what does not.
+    before = [(tensor, tensor.detach().clone()) for tensor in tensors]
     options = dict(init_from_old=init_from_old, **layer_options)
     report, undo = _replace(model, left, right, layers, host, make, **options)
-    # load_state_dict copies what fits before it complains of what does not.
-    before = [(tensor, tensor.detach().clone()) for tensor in _tensors(model)]
     try:
         model.load_state_dict(state, strict=True)
     except BaseException:
@@ -400,10 +404,6 @@ def _apply(changes: list[_Change]) -> list[_Change]:
     return undo
 
 
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
 def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
     """A state dict, from where it is."""
     if isinstance(checkpoint, Mapping):
@@ -430,10 +430,13 @@ def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str
         )
     if not isinstance(state, Mapping):
         raise ValueError(f"checkpoint holds no state dict but a {type(state).__name__}")
+    for name in state:
+        if not isinstance(name, str):
+            raise ValueError(f"checkpoint is no state dict: {name!r} in it names no parameter")
     inner = [
-        str(name)
+        name
         for name, value in state.items()
-        if isinstance(value, Mapping) and not str(name).endswith("_extra_state")
+        if isinstance(value, Mapping) and not name.endswith("_extra_state")
     ]
     if inner:
         raise ValueError(

@@ -611,8 +611,17 @@ def test_what_is_no_checkpoint(tmp_path):
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     with pytest.raises(ValueError, match="no state dict but a Tensor"):
         load_replaced(model, tmp_path / "tensor.pt")
+    with pytest.raises(ValueError, match="no state dict: 1 in it"):
+        load_replaced(model, {1: torch.zeros(3)})
     with pytest.raises(ValueError, match="meta device"):
         load_replaced(encoder().to("meta"), {})
+    lazy = nn.Sequential(nn.LazyLinear(D), encoder())
+    with pytest.raises(ValueError, match="run a batch if they are lazy"):
+        load_replaced(lazy, {})
+    for untouched in (model, lazy):
+        assert not [m for m in untouched.modules() if isinstance(m, LocalDenseSynthesizerAttention)]
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module"):
+        load_replaced(None, {})
 
 
 def test_public_names():
