@@ -275,6 +275,8 @@ def test_section_names_another(tmp_path):
         convert_checkpoint(checkpoint, dst := tmp_path / "a.safetensors", section=section)
         assert same(load_layer(dst), averaged)
     assert same(load_layer(checkpoint, section="model"), weights())
+    twice = {"model": weights(), "ema": {"ema": weights(), "model": averaged}}
+    assert same(load_layer(twice, section="ema"), averaged), "inside, the choice is as ever"
 
 
 def test_an_unknown_section_lists_those_there_are(tmp_path):
@@ -335,6 +337,15 @@ def test_feed_forwards_are_not_taken():
     assert "ffn.w1.weight has shape [64, 16], expected [16, 16]" in str(caught.value)
 
 
+def test_shapes_that_are_nothing():
+    empty = {f"x.{name}": torch.ones(0, 0) for name in weights()}
+    with pytest.raises(ValueError, match=r"no LDSA layer.*x\.w1\.weight has shape \[0, 0\]"):
+        find_layers(empty)
+    scalars = {f"x.{name}": torch.ones(()) for name in weights()}
+    with pytest.raises(ValueError, match=r"no LDSA layer.*x\.w3\.weight has shape \[\]"):
+        find_layers(scalars)
+
+
 def test_no_layer_is_an_error(tmp_path):
     for function in (find_layers, load_layer):
         with pytest.raises(ValueError, match=r"no LDSA layer in the checkpoint.*got a.b, c$"):
@@ -382,6 +393,8 @@ def test_a_sibling_dot_att_makes_a_hybrid():
     # A name that merely begins alike is no sibling, nor is one of another parent.
     others = {"dot_attention.weight": torch.ones(2), "a.dot_att.linear_q.weight": torch.ones(2)}
     assert list(find_layers({**alone, **others})) == ["ldsa_att"]
+    dot_att = {name: tensor for name, tensor in w.items() if name.startswith("dot_att.")}
+    assert list(find_layers({**under("self_attn.", weights()), **dot_att})) == ["self_attn"]
 
 
 def test_all_faults_are_in_one_message(tmp_path):
@@ -463,6 +476,14 @@ def test_a_fault_of_a_hybrid_is_named(name, value, fault):
         with pytest.raises(ValueError, match="layer att: ") as caught:
             call(under("att.", w))
         assert fault in str(caught.value)
+
+
+def test_only_the_weight_of_a_wrong_w2_is_named():
+    w = weights() | {"w2.weight": torch.ones(61, 4, 1), "w2.bias": torch.ones(61)}
+    with pytest.raises(ValueError, match=r"layer \(root\): w2\.weight has [^;]*$"):
+        find_layers(w)
+    with pytest.raises(ValueError, match=r"; w2\.bias has shape \[1, 61\], expected \[H\*W\]$"):
+        find_layers(w | {"w2.bias": torch.ones(1, 61)})
 
 
 def test_faults_of_all_layers_are_in_one_message():
@@ -894,7 +915,7 @@ def test_all_keys_are_kept_untouched(tmp_path):
         "head of big": big[:7],
         "tail of big": big[5:],
         "conjugated": torch.randn(3, dtype=torch.complex64).conj(),
-        "negated": torch.randn(3, dtype=torch.complex64).conj().imag,
+        "negated": torch.randn(3)._neg_view(),
         "parameter": nn.Parameter(torch.randn(2)),
         "steps": torch.tensor(7),
         "empty": torch.ones(0, 3),
@@ -1002,6 +1023,14 @@ def test_what_is_no_tensor_is_left_out_with_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="left out, being no tensors: epoch, optimizer$"):
         convert_checkpoint(flat, dst := tmp_path / "a.safetensors")
     assert load_file(dst).keys() == weights().keys()
+
+
+def test_tensors_beside_parts_are_kept(tmp_path):
+    beside = {"encoder": under("att.", weights()), "frontend": {}, "log_var": torch.ones(2)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        convert_checkpoint(beside, dst := tmp_path / "a.safetensors")
+    assert load_file(dst).keys() == {"log_var", *under("encoder.att.", weights())}
 
 
 @pytest.mark.parametrize(
