@@ -138,9 +138,10 @@ class LocalDenseSynthesizerAttention(nn.Module):
         if isinstance(self.w2, nn.Linear):
             return self.w2(hidden).view(batch, frames, self.n_head, self.window).permute(0, 2, 3, 1)
         # One batched product over the heads; a convolution of width 1 would transpose its input.
-        weight = self.w2.weight.view(self.n_head, self.window, self.n_feat // self.n_head)
+        head_dim = self.n_feat // self.n_head
+        weight = self.w2.weight.view(self.n_head, self.window, head_dim)
         bias = self.w2.bias.view(self.n_head, 1, self.window)  # type: ignore[union-attr]
-        hidden = hidden.reshape(batch * frames, self.n_head, -1).transpose(0, 1)
+        hidden = hidden.reshape(batch * frames, self.n_head, head_dim).transpose(0, 1)
         logits = torch.baddbmm(bias, hidden, weight.transpose(1, 2))
         return logits.view(self.n_head, batch, frames, self.window).permute(1, 0, 3, 2)
 
@@ -179,8 +180,9 @@ class LocalDenseSynthesizerAttention(nn.Module):
             _check_sequence("value", value, self.n_feat, like=query)
         starts, lengths = _extent(query, mask, lengths, self.honor_mask)
         batch, frames, _ = query.shape
+        head_dim = self.n_feat // self.n_head
         logits = self._logits(query)
-        values = self.w3(value).view(batch, frames, self.n_head, -1).permute(0, 2, 3, 1)
+        values = self.w3(value).view(batch, frames, self.n_head, head_dim).permute(0, 2, 3, 1)
         x = ldsa_local_attention(
             logits,
             values,
@@ -245,9 +247,9 @@ class _DotAttention(nn.Module):
 
     def forward(self, x: Tensor, keep: Tensor | None) -> Tensor:
         """Attend from x [B,T,D] to itself; keep: bool [B,1 or T,T], a row of False gives 0."""
-        batch, frames, _ = x.shape
+        batch, frames, width = x.shape
         q, k, v = (
-            linear(x).view(batch, frames, self.n_head, -1).transpose(1, 2)
+            linear(x).view(batch, frames, self.n_head, width // self.n_head).transpose(1, 2)
             for linear in (self.linear_q, self.linear_k, self.linear_v)
         )
         dropout_p = self.dropout_rate if self.training else 0.0
@@ -259,7 +261,7 @@ class _DotAttention(nn.Module):
             dead = ~keep.any(3, keepdim=True)
             out = F.scaled_dot_product_attention(q, k, v, keep | dead, dropout_p)
             out = torch.where(dead, 0.0, out)
-        return self.linear_out(out.transpose(1, 2).reshape(batch, frames, -1))
+        return self.linear_out(out.transpose(1, 2).reshape(batch, frames, width))
 
 
 class HybridAttention(nn.Module):

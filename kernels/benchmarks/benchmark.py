@@ -2,8 +2,8 @@
 
     python kernels/benchmarks/benchmark.py [--json FILE]
 
-Median microseconds (triton.testing.do_bench, L2 flushed). The roof is a device-to-device copy of the
-same total bytes, half read and half written, timed alike. Every result is compared with float64
+Median microseconds (triton.testing.do_bench, L2 flushed). The roof is a device-to-device copy of
+the same total bytes, half read and half written, timed alike. Every result is compared with float64
 before it is timed; a wrong one has no time.
 """
 

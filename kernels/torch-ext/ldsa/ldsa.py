@@ -17,7 +17,7 @@ try:
 except ImportError:  # macOS and other platforms without Triton keep the eager path
     triton = None
 
-__all__ = ["MAX_HEAD_DIM", "MAX_WINDOW", "interpreted", "launch_backward", "launch_forward"]
+__all__ = ["INTERPRETED", "MAX_HEAD_DIM", "MAX_WINDOW", "launch_backward", "launch_forward"]
 
 MAX_WINDOW = 255
 MAX_HEAD_DIM = 256
@@ -219,7 +219,7 @@ if triton is not None:
             if seed_ptr is not None:
                 keep = _keep(tl.load(seed_ptr), bh * n_frames + t0, dropout_p, BLOCK_T, BLOCK_W)
                 weights = tl.where(keep, weights, 0.0)
-            for c in tl.static_range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S):
+            for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
                 cols = c * BLOCK_S + tl.arange(0, BLOCK_S)
                 slots = cols[None, :] - tl.arange(0, BLOCK_T)[:, None]
                 band = _band(weights, slots, W, BLOCK_W).to(DTYPE)
@@ -308,7 +308,7 @@ if triton is not None:
                     DH, BLOCK_T, BLOCK_D, DTYPE, WIDE,
                 )  # fmt: skip
                 d_weights = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-                for c in tl.static_range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S):
+                for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
                     values = _value_tile(
                         v_ptr, stride_vt, stride_vd, t0 - LEFT + c * BLOCK_S, start, end,
                         DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
@@ -332,7 +332,7 @@ if triton is not None:
         if grad_v_ptr is not None:
             d_v = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
             if touched:
-                for c in tl.static_range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S):
+                for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
                     u0 = t0 - (W - 1 - LEFT) + c * BLOCK_S
                     weights = _window_softmax(
                         logits_ptr, stride_aw, stride_at, u0, start, end,
@@ -362,9 +362,8 @@ if triton is not None:
             )
 
 
-def interpreted():
-    """Whether Triton's interpreter was on when the kernels were defined (they then run on CPU)."""
-    return triton is not None and not isinstance(_ldsa_fwd_kernel, triton.runtime.JITFunction)
+# Whether Triton's interpreter was on when the kernels were defined: they then run on the CPU.
+INTERPRETED = triton is not None and not isinstance(_ldsa_fwd_kernel, triton.runtime.JITFunction)
 
 
 def _tiles(window, head_dim, itemsize, backward):
@@ -373,7 +372,8 @@ def _tiles(window, head_dim, itemsize, backward):
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_t = 16
     block_s = 32 if window <= 17 else 64
-    heavy = block_s * block_d * itemsize + block_s * block_w * 4 * backward
+    rows = block_s if backward else block_t
+    heavy = block_s * block_d * itemsize + rows * block_w * 4  # bytes of tiles to hold
     warps = 1 if heavy <= 8192 else 2 if heavy <= 16384 else 4 if heavy <= 65536 else 8
     return dict(BLOCK_T=block_t, BLOCK_S=block_s, BLOCK_W=block_w, BLOCK_D=block_d, num_warps=warps)
 
@@ -386,7 +386,6 @@ def _wide(tiles, *tensors):
 
 
 def _common(v, lengths, starts, window, left, renormalize, tiles):
-    interpreter = interpreted()
     dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
     return dict(
         stride_starts=0 if starts is None else starts.stride(0),
@@ -396,7 +395,7 @@ def _common(v, lengths, starts, window, left, renormalize, tiles):
         DH=v.shape[2],
         RENORMALIZE=renormalize,
         # The interpreter's bf16 arithmetic is wrong; its fp32 stands in for the tensor cores'.
-        DTYPE=tl.float32 if interpreter else dtype,
+        DTYPE=tl.float32 if INTERPRETED else dtype,
         **tiles,
     )
 

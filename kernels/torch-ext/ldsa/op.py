@@ -7,10 +7,10 @@ import torch
 from ._ops import add_op_namespace_prefix
 from .checks import check_inputs
 from .ldsa import (
+    INTERPRETED,
     MAX_HEAD_DIM,
     MAX_WINDOW,
     empty_like,
-    interpreted,
     launch_backward,
     launch_forward,
     triton,
@@ -98,7 +98,7 @@ def _why_not_fused(a_logits, v):
     if triton is None:
         return "Triton is not installed"
     device = v.device.type
-    if device == "cpu" and not interpreted():
+    if device == "cpu" and not INTERPRETED:
         return (
             "the tensors are on the CPU and Triton's interpreter is off (it is on where "
             "TRITON_INTERPRET=1 was set before the first import)"

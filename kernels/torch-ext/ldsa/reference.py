@@ -15,7 +15,15 @@ def memory_order(x):
     result laid out in this order keeps the real innermost dimension innermost.
     """
     strides = x.stride()
-    return tuple(sorted(range(x.dim()), key=lambda d: (strides[d] != 0, -strides[d])))
+    order = []
+    for d in range(x.dim()):  # by insertion: torch.compile cannot sort by symbolic strides
+        at = len(order)
+        while at > 0 and strides[order[at - 1]] != 0:
+            if 0 < strides[d] <= strides[order[at - 1]]:
+                break
+            at -= 1
+        order.insert(at, d)
+    return tuple(order)
 
 
 def frames_inside(lengths, starts, n_frames, device):
