@@ -242,7 +242,7 @@ def test_d8_head_dims_between_powers_of_two(window, head_dim):
 def test_d9_off_by_one(implementation, edge):
     """v[t] = t, all weight on slot j of (2, 1): frame t reads frame t - 2 + j."""
     v = torch.arange(6.0, device=DEVICE).view(1, 1, 1, 6)
-    # Where slot j is removed, those left are equal: the mean of frames 0 and 1, of 0 to 2, of 3 to 5.
+    # Where slot j is removed, the others are equal: means of frames 0-1, of 0-2 and of 3-5.
     at_edges = {"zero": ([0, 0], [0]), "renormalize": ([0.5, 1], [4])}[edge]
     for j, expected in ((0, [*at_edges[0], 0, 1, 2, 3]), (3, [1, 2, 3, 4, 5, *at_edges[1]])):
         a_logits = torch.zeros(1, 1, 4, 6, device=DEVICE)
