@@ -184,6 +184,15 @@ def test_one_utterance_without_a_batch():
     torch.testing.assert_close(out[:7], model(x[1, :7]))
 
 
+@pytest.mark.parametrize("shape", [(0, T), (2, 0), (0, 0)])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_nothing_in_the_batch(shape, batch_first):
+    model = replaced(batch_first=batch_first)
+    padding = torch.zeros(shape, dtype=torch.bool)
+    out = run(model, torch.randn(*shape, D), src_key_padding_mask=padding)
+    assert out.shape == (*shape, D)
+
+
 def test_gradients_stop_at_padding():
     model = replaced(norm_first=True).train()
     x, padding = batch()
@@ -342,6 +351,25 @@ def test_padding_may_be_in_both_masks(left_padded):
     assert torch.equal(out, model(x, src_key_padding_mask=padding))
     with pytest.raises(ValueError, match="give padding as src_key_padding_mask"):
         model(x, mask=both)
+
+
+def test_pair_masks_of_one_utterance_without_a_batch():
+    model = replaced()
+    x, padding = batch()
+    alone = dict(src_key_padding_mask=torch.zeros(T).masked_fill(padding[1], -math.inf))
+    both = torch.zeros(T, T).masked_fill(padding[1], -math.inf)
+    for pairs in (both, both.expand(H, T, T)):
+        assert torch.equal(model(x[1], mask=pairs, **alone), model(x[1], **alone))
+        with pytest.raises(ValueError, match="forbids"):
+            model(x[1], mask=pairs)
+
+
+@pytest.mark.parametrize("shape", [(T, T - 1), (T - 1, T - 1), (3, T, T), (1, 1, T, T), (T,)])
+def test_pair_masks_of_another_shape_are_refused(shape):
+    x, _ = batch()
+    with pytest.raises(ValueError, match=r"\[11, 11\] or \[12, 11, 11\], got \[") as error:
+        replaced().layers[0](x, src_mask=torch.zeros(shape))
+    assert str(list(shape)) in str(error.value)
 
 
 def test_the_report_tells_of_causal_masks():

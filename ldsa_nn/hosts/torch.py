@@ -78,14 +78,11 @@ class MultiheadAdapter(Adapter):
             )
         if query.is_nested:
             raise ValueError("query must be a padded tensor with a mask, got a nested tensor")
-        if is_causal:
-            if self.right > 0:
-                raise ValueError(
-                    f"is_causal=True needs a window with right=0, got right={self.right}: replace "
-                    "with right=0, or leave the causal mask out"
-                )
-        elif attn_mask is not None:
-            self._check_window(attn_mask, key_padding_mask)
+        if is_causal and self.right > 0:
+            raise ValueError(
+                f"is_causal=True needs a window with right=0, got right={self.right}: replace with "
+                "right=0, or leave the causal mask out"
+            )
         keep = None if key_padding_mask is None else keep_from_padding(key_padding_mask)
         single = query.dim() == 2
         if single:
@@ -96,13 +93,23 @@ class MultiheadAdapter(Adapter):
         if keep is not None and torch.compiler.is_compiling():
             # A host may make its mask as wide as a length that it read back: say which that is.
             torch._check(keep.shape[1] == query.shape[1])
+        if attn_mask is not None and not is_causal:
+            self._check_window(attn_mask, keep, query.shape[0], query.shape[1])
         out = self.layer(query, key, value, mask=keep, lengths=None)
         if single:
             return out[0], None
         return out if self.batch_first else out.transpose(0, 1), None
 
-    def _check_window(self, attn_mask: Tensor, key_padding_mask: Tensor | None) -> None:
-        """Raise unless attn_mask leaves all of the window free; padding is key_padding_mask's."""
+    def _check_window(
+        self, attn_mask: Tensor, keep: Tensor | None, batch: int, frames: int
+    ) -> None:
+        """Raise unless attn_mask leaves free what the window reads, frames outside keep apart."""
+        shapes = [[frames, frames], [batch * self.num_heads, frames, frames]]
+        if list(attn_mask.shape) not in shapes:
+            raise ValueError(
+                f"attn_mask must have shape [T,T] or [B*H,T,T], {shapes[0]} or {shapes[1]}, got "
+                f"{list(attn_mask.shape)}"
+            )
         advice = (
             f"the window (left={self.left}, right={self.right}) decides what a frame sees. Leave "
             "the mask out; give padding as src_key_padding_mask, and causality as right=0 with "
@@ -111,14 +118,12 @@ class MultiheadAdapter(Adapter):
         if torch.compiler.is_compiling():
             raise ValueError(f"attn_mask cannot be checked in a compiled model: {advice}")
         free = ~attn_mask if attn_mask.dtype == torch.bool else attn_mask == 0
-        frames = attn_mask.shape[-1]
         needed = torch.ones(frames, frames, dtype=torch.bool, device=attn_mask.device)
         needed = needed.triu(-self.left).tril(self.right)
-        if key_padding_mask is not None:
-            keep = keep_from_padding(key_padding_mask)
+        if keep is not None:
             if attn_mask.dim() == 3:
                 keep = keep.repeat_interleave(self.num_heads, 0)
-            needed = needed & keep[..., :, None] & keep[..., None, :]
+            needed = needed & keep[:, :, None] & keep[:, None, :]
         if (needed & ~free).any():
             raise ValueError(f"attn_mask forbids or biases frames of the window: {advice}")
 
