@@ -21,6 +21,10 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+# Read when torch loads. OpenMP threads that spin while they wait make a step several times slower
+# wherever anything else wants their cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import torch
 from data import (
     SAMPLE_RATE,
@@ -334,7 +338,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--kernel", type=int, default=15, help="frames of the depthwise convolution")
     add("--dropout", type=float, default=0.1, help=" ")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
-    add("--batch-seconds", type=float, default=40, help="padded audio in a batch")
+    add("--batch-seconds", type=float, default=20, help="padded audio in a batch")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=" ")
     add("--bf16", action="store_true", help="bfloat16 autocast")
     add("--compile", action="store_true", help="torch.compile, once for all lengths")
