@@ -27,7 +27,7 @@ from ldsa_nn.convert import LayerSpec, convert_checkpoint, find_layers, load_lay
 
 GOLDEN = ROOT / "tests" / "reference_golden.safetensors"
 with safe_open(GOLDEN, "pt") as _file:
-    CASES = {name: json.loads(text) for name, text in _file.metadata().items()}
+    CASES = {name: json.loads(text) for name, text in sorted(_file.metadata().items())}
 
 VARIANTS = {
     "LocalDenseSynthesizerAttention": "linear",
