@@ -140,18 +140,19 @@ def close(results, expected, tolerance):
 
 
 class Recorder(TorchDispatchMode):
-    """Notes every operator that runs below autograd, with its arguments."""
+    """Notes every operator that runs below autograd: (operator, args, kwargs, result)."""
 
     def __enter__(self):
         self.calls = []
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func, args, kwargs or {}, result))
+        return result
 
     def names(self):
-        return [func.name() for func, _, _ in self.calls]
+        return [call[0].name() for call in self.calls]
 
 
 # Small enough for Triton's interpreter on a CPU.

@@ -54,7 +54,7 @@ def recorded(case):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_opcheck(case, direction):
     """Schema, autograd, fake tensors, symbolic shapes."""
-    func, args, kwargs = recorded(case)[direction == "backward"]
+    func, args, kwargs, _ = recorded(case)[direction == "backward"]
     args = [
         # The fused kernel has no double backward, and says so: test_reports.py.
         x.detach().requires_grad_(direction == "forward") if is_float(x) else x
