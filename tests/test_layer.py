@@ -682,7 +682,6 @@ def step(wrapped, layer, x, lengths, scale=1.0):
         return wrapped(x, lengths=lengths), grads
 
 
-@pytest.mark.slow
 def test_data_parallel_and_fully_sharded(tmp_path):
     """Two processes with half a batch each train as one process with the whole."""
     torch.multiprocessing.spawn(train_apart, (2, str(tmp_path)), nprocs=2)

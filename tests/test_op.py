@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import (
     ATOL,
+    BENCHMARK,
     DEVICE,
     LARGE,
     ORDERS,
@@ -231,7 +232,7 @@ def test_small_cases(implementation, case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("case", LARGE, ids=str)
+@pytest.mark.parametrize("case", LARGE + BENCHMARK, ids=str)
 def test_large_cases(case):
     check(case, "triton", runs=3)
 
@@ -728,16 +729,13 @@ def test_channels_more_than_2_31_elements_apart(wide):
         left, right, head_dim = 254, 0, 2
     a_logits = torch.zeros(1, 1, left + 1 + right, frames, dtype=torch.bfloat16, device=DEVICE)
     v = torch.zeros(1, 1, head_dim, frames, dtype=torch.bfloat16, device=DEVICE)
-    grad = torch.zeros_like(v)
-    tail = 700
-    for seed, x in enumerate((a_logits, v, grad)):
+    tail, inner = 700, 400
+    for seed, x in enumerate((a_logits, v)):
         x[..., -tail:] = random(*x.shape[:3], tail, dtype=torch.bfloat16, seed=seed)
-    results = run(a_logits, v, grad, left, right)
-    alone = [x[..., -tail:] for x in (a_logits, v, grad)]
+    results = run(a_logits, v, v, left, right)  # v as the gradient too: memory is dear
+    alone = [x[..., -tail:].clone() for x in (a_logits, v, v)]
     expected, eager = truth(*alone, left, right), run(*alone, left, right, eager_ldsa)
     for x, e, y in zip(results, eager, expected, strict=True):
-        inner = slice(-tail + 300, None)
-        assert error(x[..., inner], y[..., inner]) <= 2 * error(e, y) + 1e-2
-    # Before the tail stand zeros: no value there, no gradient.
-    assert not results[0][..., : -tail - 300].any()
-    assert not results[2][..., : -tail - 300].any()
+        assert error(x[..., -inner:], y[..., -inner:]) <= 2 * error(e, y) + ATOL[x.dtype]
+        # Far from the tail stand zeros: no value there, and no gradient.
+        assert not x[..., : -tail - 300].any()
