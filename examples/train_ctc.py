@@ -110,9 +110,9 @@ def train(
     """
     device = next(model.parameters()).device
     on_gpu = device.type == "cuda"
-    augment = Augment(logmel)
+    augment = Augment(logmel).to(device)
     optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=on_gpu
+        model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     step, seconds = 0, 0.0
     if state is not None:
@@ -331,10 +331,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--attention", choices=["ldsa", "mhsa"], default="ldsa", help="mhsa: torchaudio's own")
     add("--left", type=int, default=7, help="frames of 40 ms before the current one (ldsa)")
     add("--right", type=int, default=7, help="frames after it (ldsa)")
-    add("--dim", type=int, default=128, help="model width")
+    add("--dim", type=int, default=96, help="model width")
     add("--layers", type=int, default=4, help=" ")
     add("--heads", type=int, default=4, help=" ")
-    add("--ffn", type=int, default=512, help="feed-forward width")
+    add("--ffn", type=int, default=256, help="feed-forward width")
     add("--kernel", type=int, default=15, help="frames of the depthwise convolution")
     add("--dropout", type=float, default=0.1, help=" ")
     add("--lr", type=float, default=2e-3, help="peak learning rate")
