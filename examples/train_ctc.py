@@ -122,7 +122,9 @@ def train(
         torch.set_rng_state(state["rng"])
         if on_gpu and state["cuda_rng"] is not None:
             torch.cuda.set_rng_state(state["cuda_rng"], device)
-    forward = torch.compile(model, dynamic=True) if args.compile else model
+    # Inductor's coalescing analysis fails on some symbolic shapes, which it is not made for.
+    inductor = {"triton.coalesce_tiling_analysis": False}
+    forward = torch.compile(model, dynamic=True, options=inductor) if args.compile else model
 
     lengths = [len(u.audio) for u in utterances]
     batches = endless_batches(lengths, int(args.batch_seconds * SAMPLE_RATE), seed=args.seed)
