@@ -17,26 +17,11 @@ import torch
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from cases import BENCHMARK, make, run, truth  # noqa: E402
 
 from ldsa_nn import eager_ldsa, ldsa_local_attention  # noqa: E402
-
-# batch, frames, left, right, layout; 8 heads of width 64, bfloat16
-CASES = [
-    (batch, frames, left, right, layout)
-    for batch, frames in ((16, 256), (32, 1024), (32, 3000))
-    for left, right in ((14, 0),)
-    for layout in ("channel-last", "time-last")
-] + [(32, 1024, 31, 31, "channel-last"), (32, 1024, 63, 63, "channel-last")]
-HEADS, HEAD_DIM, DTYPE = 8, 64, torch.bfloat16
-
-
-def make(batch, frames, channels, layout):
-    """Random [B,H,C,T] in the memory order named by layout."""
-    if layout == "time-last":
-        return torch.randn(batch, HEADS, channels, frames, device="cuda", dtype=DTYPE)
-    x = torch.randn(batch, frames, HEADS, channels, device="cuda", dtype=DTYPE)
-    return x.permute(0, 2, 3, 1)
 
 
 def median_us(run):
@@ -51,20 +36,16 @@ def roof_us(n_bytes):
     return median_us(lambda: target.copy_(source))
 
 
-def check(op, left, right, layout):
+def check(op, case):
     """Raise if op's output or gradients are further from float64 than bf16 rounding explains."""
-    logits = make(2, 300, left + 1 + right, layout).requires_grad_()
-    v = make(2, 300, HEAD_DIM, layout).requires_grad_()
-    grad = make(2, 300, HEAD_DIM, layout)
-    exact = [x.detach().double().requires_grad_() for x in (logits, v)]
-    wanted = eager_ldsa(*exact, left, right)
-    wanted = (wanted, *torch.autograd.grad(wanted, exact, grad.double()))
-    got = op(logits, v, left, right)
-    got = (got, *torch.autograd.grad(got, (logits, v), grad))
+    small = case._replace(batch=2, frames=300)
+    logits, v, grad, _ = make(small, "cuda")
+    wanted = truth(logits, v, grad, case.left, case.right)
+    got = run(logits, v, grad, case.left, case.right, op)
     for name, x, y in zip(("out", "grad a_logits", "grad v"), got, wanted, strict=True):
         error = ((x.double() - y).norm() / y.norm()).item()
         if not error < 5e-3:
-            raise SystemExit(f"{name} is wrong: relative error {error:.1e} (left={left})")
+            raise SystemExit(f"{case}: {name} is wrong, relative error {error:.1e}")
 
 
 def measure(op, logits, v, grad, left, right):
@@ -90,30 +71,32 @@ def main():
     copy = 2**33 / roof_us(2**33) / 1e6
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
-        f"large copy {copy:.2f} TB/s; H={HEADS}, Dh={HEAD_DIM}, bfloat16; us, forward / backward"
+        f"large copy {copy:.2f} TB/s; bfloat16, 8 heads of 64; us, forward / backward"
     )
     compiled = torch.compile(eager_ldsa, dynamic=False)
     rows = []
-    for batch, frames, left, right, layout in tqdm(CASES, desc="cases", disable=None):
-        window = left + 1 + right
-        tokens = batch * frames * HEADS
-        roof = (
-            roof_us(tokens * (2 * window + 4 * HEAD_DIM)),
-            roof_us(tokens * (4 * window + 6 * HEAD_DIM)),
-        )
-        row = dict(batch=batch, frames=frames, left=left, right=right, layout=layout, roof=roof)
-        logits, v, grad = (make(batch, frames, c, layout) for c in (window, HEAD_DIM, HEAD_DIM))
+    for case in tqdm(BENCHMARK, desc="cases", disable=None):
+        frames = case.batch * case.heads * case.frames
+        item = case.dtype.itemsize
+        row = {
+            "case": case.name,
+            "roof": (
+                roof_us(frames * item * (case.window + 2 * case.head_dim)),
+                roof_us(frames * item * (2 * case.window + 3 * case.head_dim)),
+            ),
+        }
+        logits, v, grad, _ = make(case, "cuda")
         for name, op in (
             ("fused", ldsa_local_attention),
             ("compiled", compiled),
             ("eager", eager_ldsa),
         ):
-            check(op, left, right, layout)
-            row[name] = measure(op, logits, v, grad, left, right)
+            check(op, case)
+            row[name] = measure(op, logits, v, grad, case.left, case.right)
         rows.append(row)
     print("| B x T | left, right | memory | roof | fused | % of roof | compiled eager | eager |")
     print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
+    for case, row in zip(BENCHMARK, rows, strict=True):
         share = " / ".join(
             f"{100 * r / f:.0f}" for r, f in zip(row["roof"], row["fused"], strict=True)
         )
@@ -122,9 +105,9 @@ def main():
             for name in ("roof", "fused", "compiled", "eager")
         }
         print(
-            f"| {row['batch']} x {row['frames']} | {row['left']}, {row['right']} | {row['layout']} "
-            f"| {times['roof']} | {times['fused']} | {share} | {times['compiled']} "
-            f"| {times['eager']} |"
+            f"| {case.batch} x {case.frames} | {case.left}, {case.right} "
+            f"| {case.layout.replace('_', '-')} | {times['roof']} | {times['fused']} | {share} "
+            f"| {times['compiled']} | {times['eager']} |"
         )
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
