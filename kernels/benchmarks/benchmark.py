@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import torch
+import torch._functorch.config
 from tqdm import tqdm
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,9 +73,12 @@ def main():
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}; "
         f"large copy {copy:.2f} TB/s; bfloat16, 8 heads of 64; us, forward / backward"
     )
-    compiled = torch.compile(eager_ldsa, dynamic=False)
+    # Each backward pass is timed over one forward pass, whose buffers must stay.
+    torch._functorch.config.donated_buffer = False
     rows = []
     for case in tqdm(BENCHMARK, desc="cases", disable=None):
+        torch._dynamo.reset()  # or the later cases pass its limit of graphs and run uncompiled
+        compiled = torch.compile(eager_ldsa, dynamic=False)
         frames = case.batch * case.heads * case.frames
         item = case.dtype.itemsize
         row = {
