@@ -21,10 +21,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-# Read when torch loads. OpenMP threads that spin while they wait make a step several times slower
-# wherever anything else wants their cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import torch
 from data import (
     SAMPLE_RATE,
@@ -342,6 +338,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--batch-seconds", type=float, default=20, help="padded audio in a batch")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=" ")
+    # Threads that wait for one another gain a model this small nothing, and on cores that other
+    # work wants they make its steps many times slower.
+    add("--threads", type=int, default=1, help="CPU threads; more pays for wider models")
     add("--bf16", action="store_true", help="bfloat16 autocast")
     add("--compile", action="store_true", help="torch.compile, once for all lengths")
     return parser.parse_args(argv)
@@ -350,6 +349,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Train, report, and return what results.json holds."""
     args = parse(argv)
+    torch.set_num_threads(args.threads)
     try:
         corpus, source = read_corpus(args)
     except (ImportError, OSError, RuntimeError, ValueError) as error:

@@ -36,6 +36,14 @@ def tones(split: str, count: int, seed: int) -> list[data.Utterance]:
     return utterances
 
 
+@pytest.fixture(autouse=True)
+def threads():
+    """The example sets the number of threads of its process, which here is the tests'."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """run(*arguments) trains a tiny model on tones, into tmp_path / "out" unless told otherwise."""
@@ -248,17 +256,18 @@ def test_one_compilation_serves_all_lengths(attention):
     assert len(graphs) == 1
 
 
-@pytest.fixture
-def one_thread():
-    """One thread for what is small, or is slowed down by other work on the machine's cores."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+@pytest.mark.gpu
+@pytest.mark.parametrize("attention", ["ldsa", "mhsa"])
+def test_on_a_gpu_in_bf16_compiled_and_resumed(run, attention):
+    options = ["--attention", attention, "--device", "cuda", "--bf16", "--compile"]
+    assert run("--steps", "10", *options)["steps"] == 10
+    torch.compiler.reset()
+    results = run("--steps", "20", "--resume", *options)
+    assert results["steps"] == 20
+    assert results["held_out"]["test"]["cer"] >= 0
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("one_thread")
 def test_it_learns_to_read_an4(data_dir, tmp_path, monkeypatch):
     """600 steps on 64 short digit strings; the CER is that of speakers it never heard."""
     digits = {"OH", *speak.DIGITS}
