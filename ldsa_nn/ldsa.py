@@ -1,6 +1,7 @@
 """Local dense synthesizer attention layers, with the reference repository's parameters."""
 
-from typing import Any
+import operator
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,16 @@ from ldsa_nn.functional import (
 __all__ = ["HybridAttention", "LocalDenseSynthesizerAttention"]
 
 
+def _integer(name: str, value: SupportsIndex) -> int:
+    """An int, of numpy too; True is none."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    return operator.index(value)
+
+
 def _check_sequence(name: str, x: Tensor, n_feat: int, like: Tensor | None = None) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor [B,T,D], got {type(x).__name__}")
     if x.dim() != 3 or x.shape[2] != n_feat:
         raise ValueError(f"{name} must have shape [B,T,D] with D={n_feat}, got {list(x.shape)}")
     if like is not None and x.shape != like.shape:
@@ -84,11 +94,13 @@ class LocalDenseSynthesizerAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        n_head, n_feat = _integer("n_head", n_head), _integer("n_feat", n_feat)
         if n_head < 1 or n_feat < 1 or n_feat % n_head:
             raise ValueError(f"n_head must divide n_feat, got n_head={n_head}, n_feat={n_feat}")
         if not 0 <= dropout_rate < 1:
             raise ValueError(f"dropout_rate must be in [0, 1), got {dropout_rate}")
         if left is None and right is None:
+            context_size = _integer("context_size", context_size)
             if context_size < 1 or context_size % 2 == 0:
                 raise ValueError(
                     f"context_size must be odd and positive, got {context_size}; an uneven window "
@@ -97,6 +109,7 @@ class LocalDenseSynthesizerAttention(nn.Module):
             left = right = (context_size - 1) // 2
         if left is None or right is None:
             raise ValueError(f"give left and right, or neither, got left={left}, right={right}")
+        left, right = _integer("left", left), _integer("right", right)
         if left < 0 or right < 0:
             raise ValueError(f"left and right must be >= 0 frames, got {left} and {right}")
         if edge not in ("zero", "renormalize"):
@@ -316,7 +329,24 @@ class HybridAttention(nn.Module):
             device=device,
             dtype=dtype,
         )
-        self.dot_att = _DotAttention(n_head, n_feat, dropout_rate, device, dtype)
+        self.dot_att = _DotAttention(
+            self.ldsa_att.n_head, self.ldsa_att.n_feat, dropout_rate, device, dtype
+        )
+
+    n_head = property(lambda self: self.ldsa_att.n_head)
+    n_feat = property(lambda self: self.ldsa_att.n_feat)
+    left = property(lambda self: self.ldsa_att.left)
+    right = property(lambda self: self.ldsa_att.right)
+    window = property(lambda self: self.ldsa_att.window)
+
+    @property
+    def honor_mask(self) -> bool:
+        """Whether ldsa_att follows the mask and frames outside give 0."""
+        return self.ldsa_att.honor_mask
+
+    @honor_mask.setter
+    def honor_mask(self, honor: bool) -> None:
+        self.ldsa_att.honor_mask = honor
 
     def forward(
         self,
@@ -340,10 +370,10 @@ class HybridAttention(nn.Module):
         Raises:
             ValueError, TypeError: as in LocalDenseSynthesizerAttention.
         """
-        _check_sequence("query", query, self.ldsa_att.n_feat)
+        _check_sequence("query", query, self.n_feat)
         frames = query.shape[1]
         x = self.ldsa_att(query, key, value, mask, lengths=lengths)
-        starts, lengths = _extent(query, mask, lengths, self.ldsa_att.honor_mask)
+        starts, lengths = _extent(query, mask, lengths, self.honor_mask)
         keep = inside = None
         if lengths is not None:
             inside = frames_inside(lengths, starts, frames, query.device)

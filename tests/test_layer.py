@@ -8,6 +8,7 @@ import os
 import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from cases import DEVICE, Recorder, close, error, random
@@ -768,3 +769,32 @@ def test_cuda_graph(kind):
     graph.replay()
     for r, e in zip(results, gradients(layer, x, grad, lengths=lengths), strict=True):
         assert error(r, e) <= 1e-5 * max(1.0, e.abs().max().item())
+
+
+def test_sizes_are_ints():
+    layer = LDSA(np.int64(2), 8, left=np.int32(2), right=np.int64(1))
+    assert layer(torch.zeros(1, 3, 8)).shape == (1, 3, 8)
+    for name, options in {
+        "left": {"left": True, "right": 0},
+        "right": {"left": 1, "right": 1.0},
+        "context_size": {"context_size": "15"},
+        "n_head": {"n_head": 2.0},
+    }.items():
+        with pytest.raises(TypeError, match=f"^{name} must be an int, got"):
+            LDSA(**{"n_head": 2, "n_feat": 8, **options})
+
+
+def test_a_hybrid_shows_its_local_part():
+    layer = HybridAttention(2, 8, left=3, right=1)
+    assert (layer.n_head, layer.n_feat, layer.left, layer.right, layer.window) == (2, 8, 3, 1, 5)
+    layer.honor_mask = False
+    assert layer.ldsa_att.honor_mask is False
+    mask = torch.tensor([[True, True, False]])
+    assert layer(torch.ones(1, 3, 8), mask=mask)[0, 2].abs().max() > 0
+    layer.honor_mask = True
+    assert layer(torch.ones(1, 3, 8), mask=mask)[0, 2].abs().max() == 0
+
+
+def test_a_sequence_is_a_tensor():
+    with pytest.raises(TypeError, match=r"^query must be a tensor \[B,T,D\], got list"):
+        LDSA(2, 8)([[0.0]])

@@ -34,7 +34,9 @@ def check_bound(name, bound, batch, device):
     if not isinstance(bound, torch.Tensor):
         raise TypeError(f"{name} must be an integer tensor [B] or None, got {type(bound).__name__}")
     if bound.dtype not in INTEGERS:
-        raise TypeError(f"{name} must have an integer dtype, got {bound.dtype}")
+        raise TypeError(
+            f"{name} must have an integer dtype (int8 to int64 or uint8), got {bound.dtype}"
+        )
     if bound.dim() != 1 or bound.shape[0] != batch:
         raise ValueError(f"{name} must have shape [B] = [{batch}], got {list(bound.shape)}")
     if bound.device != device and bound.device.type != "cpu":
