@@ -71,6 +71,12 @@ def read_manifest(directory: str | os.PathLike) -> Corpus:
             raise ValueError(f"{manifest}, line {number}: not a JSON object ({error})") from None
         if missing:
             raise ValueError(f"{manifest}, line {number}: no {', '.join(sorted(missing))}")
+        for field in ("audio", "text", "split", "archive"):
+            value = row.get(field)
+            if not isinstance(value, str) and (field, value) != ("archive", None):
+                raise ValueError(
+                    f"{manifest}, line {number}: {field} must be a string, got {json.dumps(value)}"
+                )
         rows.append(row)
 
     # An archive is read front to back, once: a compressed one has no other way.
@@ -79,15 +85,25 @@ def read_manifest(directory: str | os.PathLike) -> Corpus:
         wanted = {row["audio"] for row in rows if row.get("archive") == archive}
         if not (directory / archive).is_file():
             raise FileNotFoundError(f"{manifest} names {archive}, which is not beside it")
-        with tarfile.open(directory / archive) as tar:
-            for member in tar:
-                if member.name in wanted:
-                    members[archive, member.name] = tar.extractfile(member).read()
+        try:
+            with tarfile.open(directory / archive) as tar:
+                for member in tar:
+                    # extractfile gives None for a directory.
+                    if member.name in wanted and (file := tar.extractfile(member)):
+                        members[archive, member.name] = file.read()
+        except Exception as error:  # every compression has errors of its own
+            raise ValueError(f"{directory / archive}: {error}") from error
 
     def load(row: dict) -> Tensor:
         archive = row.get("archive")
         if archive and (archive, row["audio"]) not in members:
-            raise FileNotFoundError(f"{directory / archive} has no {row['audio']} ({row['id']})")
+            raise FileNotFoundError(
+                f"{directory / archive} has no file {row['audio']} ({row['id']})"
+            )
+        if not archive and not (directory / row["audio"]).is_file():
+            raise FileNotFoundError(
+                f"{row['id']} of {manifest}: {row['audio']} does not exist or is no file"
+            )
         try:
             return decode(members[archive, row["audio"]] if archive else directory / row["audio"])
         except soundfile.LibsndfileError as error:
@@ -97,7 +113,7 @@ def read_manifest(directory: str | os.PathLike) -> Corpus:
     for row, audio in zip(rows, _in_threads(load, rows, "decode"), strict=True):
         text = " ".join(row["text"].split())
         corpus.setdefault(row["split"], []).append(
-            Utterance(row["id"], str(row["speaker"]), text, audio)
+            Utterance(str(row["id"]), str(row["speaker"]), text, audio)
         )
     return check_corpus(corpus, str(manifest))
 

@@ -1,5 +1,6 @@
 """The examples' data: readers of three sources, batches, features."""
 
+import gzip
 import itertools
 import json
 import random
@@ -87,10 +88,18 @@ def test_decode_keeps_16_bit_samples_exactly(tmp_path):
             r"speakers both in train and in test of .*: s",
         ),
         ([{"audio": "a.wav"}], r"line 1: no split"),
-        ([{"audio": "b.wav", "split": "dev"}], r"u0 .*b\.wav"),
+        ([{"audio": "b.wav", "split": "dev"}], r"u0 .*b\.wav does not exist"),
+        ([{"audio": "a.wav", "split": "dev", "text": None}], "line 1: text .* string, got null"),
+        ([{"audio": "a.wav", "split": "dev", "text": 5}], "line 1: text .* string, got 5"),
+        ([{"audio": 5, "split": "dev"}], "line 1: audio must be a string, got 5"),
+        ([{"audio": "a.wav", "split": ["a"]}], r'line 1: split must be a string, got \["a"\]'),
+        ([{"audio": "a.wav", "split": "dev", "archive": 5}], "line 1: archive .* string, got 5"),
+        ([{"audio": "a.wav", "split": "dev", "archive": "bad.wav"}], r"bad\.wav: .*not be opened"),
+        ([{"audio": "a.wav", "split": "dev", "archive": "cut.tar.gz"}], r"cut\.tar\.gz: .*ended"),
+        ([{"audio": "deep", "split": "dev", "archive": "a.tar"}], r"a\.tar has no file deep"),
         ([{"audio": "bad.wav", "split": "dev"}], r"u0 .*bad\.wav"),
         ([{"audio": "a.wav", "archive": "no.tar", "split": "dev"}], r"no\.tar"),
-        ([{"audio": "no.wav", "archive": "a.tar", "split": "dev"}], r"a\.tar has no no\.wav"),
+        ([{"audio": "no.wav", "archive": "a.tar", "split": "dev"}], r"a\.tar has no file no\.wav"),
     ],
 )
 def test_manifest_errors_name_what_is_wrong(tmp_path, rows, message):
@@ -98,6 +107,10 @@ def test_manifest_errors_name_what_is_wrong(tmp_path, rows, message):
     (tmp_path / "bad.wav").write_text("not audio")
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.add(tmp_path / "a.wav", "a.wav")
+        (tmp_path / "folder").mkdir()
+        tar.add(tmp_path / "folder", "deep")
+    whole = gzip.compress((tmp_path / "a.tar").read_bytes())
+    (tmp_path / "cut.tar.gz").write_bytes(whole[: len(whole) // 2])
     write_manifest(tmp_path, rows)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         data.read_manifest(tmp_path)
