@@ -11,12 +11,14 @@ attention.png; --resume continues from the checkpoint.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import os
 import signal
 import tempfile
 import time
+from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -134,13 +136,14 @@ def train(
     )
 
     def done() -> float:
-        return step / args.steps if args.steps else seconds / (60 * args.minutes)
+        return step / args.steps if args.steps is not None else seconds / (60 * args.minutes)
 
     def save() -> None:
         checkpoint = {
             "model": model.state_dict(),
             "normalisation": {"mean": logmel.mean.cpu(), "std": logmel.std.cpu()},
             "vocabulary": vocabulary,
+            "data": fingerprint(args, utterances),
             "options": {name: getattr(args, name) for name in BOUND},
             "optimizer": optimizer.state_dict(),
             # The schedule follows from these two, the next batch from the first.
@@ -216,24 +219,49 @@ class StopSignals:
 def save_atomically(state: dict[str, Any], path: Path) -> None:
     """Write all of it or nothing: whenever the writer dies, path is a whole checkpoint."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".checkpoint-") as folder:
+        part = Path(folder) / path.name
+        with part.open("wb") as file:  # of a new file's mode, as a temporary file would not be
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+        if path.exists():
+            part.chmod(path.stat().st_mode)
+        os.replace(part, path)
 
 
-def read_checkpoint(path: Path, args: argparse.Namespace, vocabulary: str) -> dict[str, Any]:
+def fingerprint(args: argparse.Namespace, utterances: list[Utterance]) -> str:
+    """The source's name, and a hash of the utterances' names and lengths in their order."""
+    rows = [(u.id, len(u.audio)) for u in utterances]
+    return f"{source_name(args)}, {hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]}"
+
+
+def read_checkpoint(
+    path: Path, args: argparse.Namespace, utterances: list[Utterance], vocabulary: str
+) -> dict[str, Any]:
     """Read a checkpoint to continue.
 
     Raises:
-        ValueError: it is of another model, vocabulary or run; the message names every difference.
+        ValueError: it is no checkpoint, or of another model, data, vocabulary or run; the message
+            names every difference.
     """
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    keys = "model normalisation vocabulary data options optimizer step seconds rng cuda_rng".split()
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        lacks = [key for key in keys if key not in state]
+        lacks += [name for name in BOUND if not lacks and name not in state["options"]]
+    except OSError:
+        raise
+    except Exception as error:  # unpickling fails on other files in any way
+        raise ValueError(
+            f"{path} is no checkpoint of train_ctc.py: {type(error).__name__}: {error}. Give"
+            " another --out"
+        ) from error
+    if lacks:
+        raise ValueError(
+            f"{path} is no checkpoint of train_ctc.py: it lacks {', '.join(lacks)}, or it is of an"
+            " earlier version. Give another --out"
+        )
     there, here = state["options"], vars(args)
     wrong = [
         f"--{name.replace('_', '-')} is {there[name]!r} there and {here[name]!r} here"
@@ -242,6 +270,9 @@ def read_checkpoint(path: Path, args: argparse.Namespace, vocabulary: str) -> di
     ]
     if state["vocabulary"] != vocabulary:
         wrong.append(f"the vocabulary is {state['vocabulary']!r} there and {vocabulary!r} here")
+    data = fingerprint(args, utterances)
+    if state["data"] != data:
+        wrong.append(f"the training data is {state['data']} there and {data} here")
     if wrong:
         raise ValueError(
             f"{path} is of another run: {'; '.join(wrong)}. Repeat its options and data to continue"
@@ -299,14 +330,36 @@ def draw_attention(
     figure.savefig(path, dpi=120)
 
 
-def read_corpus(args: argparse.Namespace) -> tuple[Corpus, str]:
-    """The corpus that the command line names, and a word for it."""
+def source_name(args: argparse.Namespace) -> str:
+    """A word for the corpus that the command line names."""
     if args.data:
-        return read_manifest(args.data), Path(args.data).resolve().name
+        return f"data-{Path(args.data).resolve().name}"  # may be called synthetic, too
+    return "librispeech" if args.librispeech else "synthetic"
+
+
+def read_corpus(args: argparse.Namespace) -> Corpus:
+    """The corpus that the command line names."""
+    if args.data:
+        return read_manifest(args.data)
     if args.librispeech:
-        return read_librispeech(args.librispeech), "librispeech"
+        return read_librispeech(args.librispeech)
     print("No --data and no --librispeech: SYNTHETIC speech, digits spoken by eSpeak NG.")
-    return read_synthetic(seed=args.seed, letters=args.letters), "synthetic"
+    return read_synthetic(seed=args.seed, letters=args.letters)
+
+
+def number(kind: type, expected: str, fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """An argparse type: a number of that kind that fits, or an error that says what is expected."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not fits(value):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text}")
+        return value
+
+    return read
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -316,6 +369,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    count = number(int, "a whole number of at least 1", lambda n: n >= 1)
+    from_0 = number(int, "a whole number of at least 0", lambda n: n >= 0)
+    odd = number(int, "an odd whole number of at least 1", lambda n: n >= 1 and n % 2 == 1)
+    positive = number(float, "a finite number above 0", lambda x: 0 < x < math.inf)
+    below_1 = number(float, "a number of at least 0 and below 1", lambda x: 0 <= x < 1)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--data", metavar="DIR", help="directory with a manifest.jsonl")
     source.add_argument("--librispeech", metavar="DIR", help="directory that holds LibriSpeech/")
@@ -323,52 +381,71 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, help="runs/SOURCE-ATTENTION if not given")
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--minutes", type=float, default=2.5, help="training time, with compiling")
-    budget.add_argument("--steps", type=int, help="train so many steps, however long they take")
-    add("--seed", type=int, default=0, help=" ")
+    budget.add_argument(
+        "--minutes", type=positive, default=2.5, help="training time, with compiling"
+    )
+    budget.add_argument("--steps", type=count, help="train so many steps, however long they take")
+    add("--seed", type=from_0, default=0, help=" ")
     add("--attention", choices=["ldsa", "mhsa"], default="ldsa", help="mhsa: torchaudio's own")
-    add("--left", type=int, default=7, help="frames of 40 ms before the current one (ldsa)")
-    add("--right", type=int, default=7, help="frames after it (ldsa)")
-    add("--dim", type=int, default=96, help="model width")
-    add("--layers", type=int, default=4, help=" ")
-    add("--heads", type=int, default=4, help=" ")
-    add("--ffn", type=int, default=256, help="feed-forward width")
-    add("--kernel", type=int, default=15, help="frames of the depthwise convolution")
-    add("--dropout", type=float, default=0.1, help=" ")
-    add("--lr", type=float, default=2e-3, help="peak learning rate")
-    add("--batch-seconds", type=float, default=20, help="padded audio in a batch")
+    add("--left", type=from_0, default=7, help="frames of 40 ms before the current one (ldsa)")
+    add("--right", type=from_0, default=7, help="frames after it (ldsa)")
+    add("--dim", type=count, default=96, help="model width")
+    add("--layers", type=count, default=4, help=" ")
+    add("--heads", type=count, default=4, help=" ")
+    add("--ffn", type=count, default=256, help="feed-forward width")
+    add("--kernel", type=odd, default=15, help="frames of the depthwise convolution")
+    add("--dropout", type=below_1, default=0.1, help=" ")
+    add("--lr", type=positive, default=2e-3, help="peak learning rate")
+    add("--batch-seconds", type=positive, default=20, help="padded audio in a batch")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=" ")
     # Threads that wait for one another gain a model this small nothing, and on cores that other
     # work wants they make its steps many times slower.
-    add("--threads", type=int, default=1, help="CPU threads; more pays for wider models")
+    add("--threads", type=count, default=1, help="CPU threads; more pays for wider models")
     add("--bf16", action="store_true", help="bfloat16 autocast")
     add("--compile", action="store_true", help="torch.compile, once for all lengths")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.dim % args.heads:
+        parser.error(f"--heads must divide --dim, got {args.heads} and {args.dim}")
+    return args
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Train, report, and return what results.json holds."""
     args = parse(argv)
     torch.set_num_threads(args.threads)
-    try:
-        corpus, source = read_corpus(args)
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise SystemExit(f"{error}") from error
+    source = source_name(args)
     args.out = args.out or Path("runs") / f"{source}-{args.attention}"
     checkpoint = args.out / "checkpoint.pt"
-    if args.resume and not checkpoint.exists():
-        raise SystemExit(f"there is no {checkpoint}: name its --out, or leave out --resume")
-    if checkpoint.exists() and not args.resume:
-        raise SystemExit(f"{checkpoint} exists: continue it with --resume, or give another --out")
+    try:
+        there = checkpoint.exists()
+        if args.resume and not there:
+            raise SystemExit(f"there is no {checkpoint}: name its --out, or leave out --resume")
+        if there and not args.resume:
+            raise SystemExit(
+                f"{checkpoint} exists: continue it with --resume, or give another --out"
+            )
+        # Not found out by the first save, which comes after minutes of reading and training.
+        args.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=args.out) as probe:
+            probe.write(b"probe")
+    except OSError as error:
+        raise SystemExit(f"cannot write to --out {args.out}: {error}") from error
+    try:
+        corpus = read_corpus(args)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise SystemExit(f"{error}") from error
 
     vocabulary = "".join(sorted({c for u in corpus["train"] for c in u.text}))
     state = None
     if args.resume:
         try:
-            state = read_checkpoint(checkpoint, args, vocabulary)
-        except ValueError as error:
+            state = read_checkpoint(checkpoint, args, corpus["train"], vocabulary)
+        except (OSError, ValueError) as error:
             raise SystemExit(f"{error}") from error
-    model = build(vars(args), vocabulary).to(args.device)
+    try:
+        model = build(vars(args), vocabulary).to(args.device)
+    except (AssertionError, RuntimeError, ValueError) as error:  # the first: torch without CUDA
+        raise SystemExit(f"no such model on --device {args.device}: {error}") from error
     logmel = LogMel(**state["normalisation"]) if state else LogMel.fit(corpus["train"])
     logmel.to(args.device)
     parameters = sum(p.numel() for p in model.parameters())

@@ -48,7 +48,7 @@ def threads():
 def run(tmp_path, monkeypatch):
     """run(*arguments) trains a tiny model on tones, into tmp_path / "out" unless told otherwise."""
     corpus = {"train": tones("train", 12, 0), "test": tones("test", 5, 1)}
-    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: (corpus, "tones"))
+    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: corpus)
 
     def run(*arguments: str) -> dict:
         out = ["--out", str(tmp_path / "out")]
@@ -152,7 +152,7 @@ def test_a_checkpoint_of_another_run_is_refused(run, arguments, message):
 def test_a_checkpoint_of_another_vocabulary_is_refused(run, monkeypatch):
     run("--steps", "1")
     other = {"train": [tones("train", 1, 0)[0]._replace(text="AB")], "test": tones("test", 5, 1)}
-    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: (other, "tones"))
+    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: other)
     with pytest.raises(SystemExit, match="the vocabulary is 'ABC' there and 'AB' here"):
         run("--steps", "2", "--resume")
 
@@ -166,10 +166,101 @@ def test_resume_and_checkpoint_must_agree(run):
 
 
 def test_missing_data_is_an_error_without_traceback(tmp_path):
+    out = ["--out", str(tmp_path / "out")]
     with pytest.raises(SystemExit, match=r"no .*manifest\.jsonl: --data takes a directory"):
-        train_ctc.main(["--data", str(tmp_path)])
+        train_ctc.main([*out, "--data", str(tmp_path)])
     with pytest.raises(SystemExit, match="no part of LibriSpeech"):
-        train_ctc.main(["--librispeech", str(tmp_path)])
+        train_ctc.main([*out, "--librispeech", str(tmp_path)])
+
+
+def test_other_training_data_of_the_same_vocabulary_is_refused(run, monkeypatch):
+    run("--steps", "1")
+    other = {"train": tones("train", 12, 5), "test": tones("test", 5, 1)}
+    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: other)
+    with pytest.raises(SystemExit, match=r"the training data is synthetic, \w+ there and syn"):
+        run("--steps", "2", "--resume")
+
+
+def test_a_file_that_is_no_checkpoint_is_refused(run, tmp_path):
+    run("--steps", "1")
+    path = tmp_path / "out" / "checkpoint.pt"
+    whole = path.read_bytes()
+    state = torch.load(path, weights_only=True)
+
+    def refuses(message: str) -> None:
+        with pytest.raises(SystemExit, match=rf"checkpoint\.pt is no .* train_ctc\.py: {message}"):
+            run("--steps", "2", "--resume")
+
+    for junk in (b"some text\n", b"", whole[: len(whole) // 2]):
+        path.write_bytes(junk)
+        refuses(".*Give another --out")
+    torch.save([1], path)
+    refuses("it lacks model")
+    torch.save({"model": 1}, path)
+    refuses("it lacks normalisation, ")
+    torch.save({**state, "options": {}}, path)
+    refuses("it lacks attention, ")
+    del state["data"]
+    torch.save(state, path)
+    refuses("it lacks data, or it is of an earlier version")
+
+
+def test_an_unusable_out_is_found_before_the_corpus_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: pytest.fail("read"))
+    (tmp_path / "file").touch()
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(SystemExit, match=f"cannot write to --out {out}: "):
+            train_ctc.main(["--out", str(out)])
+    # A directory that takes no file, whoever runs the test.
+    monkeypatch.setattr(
+        train_ctc.tempfile, "NamedTemporaryFile", lambda dir: (dir / "no" / "file").open("wb")
+    )
+    with pytest.raises(SystemExit, match="cannot write to --out"):
+        train_ctc.main(["--out", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    "argument",
+    "--minutes=0 --minutes=nan --steps=0 --steps=-3 --steps=x --kernel=4 --left=-1 --right=-1"
+    " --dropout=1.0 --layers=0 --dim=0 --heads=0 --ffn=0 --batch-seconds=0 --lr=nan --lr=inf"
+    " --threads=0 --seed=-1".split(),
+)
+def test_numbers_out_of_range_are_refused(capsys, argument):
+    with pytest.raises(SystemExit):
+        train_ctc.parse([argument])
+    name, _, value = argument.partition("=")
+    error = capsys.readouterr().err
+    assert f"argument {name}: expected " in error
+    assert f", got {value}" in error
+
+
+def test_heads_must_divide_dim(capsys):
+    with pytest.raises(SystemExit):
+        train_ctc.parse(["--heads", "5"])
+    assert "--heads must divide --dim, got 5 and 96" in capsys.readouterr().err
+
+
+def test_an_unknown_device_is_refused(run):
+    with pytest.raises(SystemExit, match="--device foo: "):
+        run("--device", "foo")
+
+
+def test_a_directory_called_synthetic_is_not_the_synthetic_corpus(tmp_path):
+    names = [
+        train_ctc.source_name(train_ctc.parse(arguments))
+        for arguments in ([], ["--data", str(tmp_path / "synthetic")])
+    ]
+    assert names == ["synthetic", "data-synthetic"]
+
+
+def test_a_checkpoint_has_the_mode_of_any_new_file_or_keeps_its_own(tmp_path):
+    path = tmp_path / "checkpoint.pt"
+    train_ctc.save_atomically({}, path)
+    (tmp_path / "new").touch()
+    assert path.stat().st_mode == (tmp_path / "new").stat().st_mode
+    path.chmod(0o640)
+    train_ctc.save_atomically({}, path)
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
@@ -276,7 +367,7 @@ def test_it_learns_to_read_an4(data_dir, tmp_path, monkeypatch):
         for split, utterances in data.read_manifest(data_dir / "an4").items()
     }
     corpus["train"] = sorted(corpus["train"], key=lambda u: len(u.audio))[:64]
-    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: (corpus, "an4"))
+    monkeypatch.setattr(train_ctc, "read_corpus", lambda args: corpus)
     options = "--device cpu --steps 600 --seed 0 --dim 96 --layers 3 --ffn 256 --batch-seconds 12"
     results = train_ctc.main(["--out", str(tmp_path), *options.split()])
     assert results["steps"] == 600
