@@ -19,13 +19,13 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save, save_file
 from torch import Tensor
 
 from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
@@ -76,7 +76,7 @@ class _Checkpoint(NamedTuple):
     source: str  # what error messages call it
     weights: dict[str, Tensor]
     metadata: dict[str, str]
-    left_out: list[str]  # entries among the weights that are no tensors
+    left_out: dict[str, list[str]]  # entries among the weights, and the tensors in each
     sections: list[str]  # entries with weights, met on the way to those taken
 
 
@@ -179,8 +179,9 @@ def convert_checkpoint(
     """Write a checkpoint's weights as safetensors, with what its layers are in the metadata.
 
     All tensors are kept, those of other layers too, under their keys without wrappers; values and
-    dtypes are untouched, tied tensors are stored once for each key. The metadata holds each
-    LayerSpec, as JSON, under the layer's prefix. dst appears whole or not at all.
+    dtypes are untouched, tied tensors are stored once for each key. What lies among them and holds
+    no tensor is left out with a warning. The metadata holds each LayerSpec, as JSON, under the
+    layer's prefix. dst appears whole or not at all.
 
     Args:
         src, section, allow_classes: as `checkpoint` and the others in `find_layers`.
@@ -193,7 +194,9 @@ def convert_checkpoint(
 
     Raises:
         ValueError: as in `load_layer`; dst is src or is not named .safetensors; a tensor that
-            safetensors cannot hold (sparse, quantized, complex128, on the meta device).
+            safetensors cannot hold (sparse, quantized, complex32 or complex128, on the meta
+            device) or has no name for (in a nested entry, or under a key that is no string); a
+            layer at a prefix that names another entry of the metadata, as "format" does.
         OSError: dst cannot be written.
         TypeError: as in `find_layers`.
     """
@@ -294,11 +297,12 @@ def _read_pickle(path: Path, allow_classes: Iterable[str | type]) -> Any:
             f"{path} wants {', '.join(wanted)} and was not loaded ({reason}). --allow-class cannot "
             "accept that, and no checkpoint of weights needs it: do not trust this file"
         )
+    needed = list(dict.fromkeys([*(name for _, name in allowed), *wanted]))
     raise ValueError(
         f"{path} wants {', '.join(wanted)} besides weights and was not loaded. A name that you "
         "allow can be called by the file: if you trust who made it, accept with "
-        f"{' '.join(f'--allow-class {name}' for name in wanted)} "
-        f"(in Python: allow_classes={wanted})"
+        f"{' '.join(f'--allow-class {name}' for name in needed)} "
+        f"(in Python: allow_classes={needed})"
     )
 
 
@@ -345,10 +349,26 @@ def _holds_weights(node: Any) -> bool:
     )
 
 
+def _tensors_in(name: str, value: Any) -> list[str]:
+    """The names of all tensors in an entry, however deep."""
+    names: list[str] = []
+    seen: set[int] = set()
+    todo = [(name, value)]
+    while todo:
+        name, value = todo.pop()
+        if isinstance(value, Tensor):
+            names.append(name)
+        elif isinstance(value, Mapping | list | tuple | set) and id(value) not in seen:
+            seen.add(id(value))  # it may hold itself
+            items = value.items() if isinstance(value, Mapping) else enumerate(value)
+            todo += reversed([(f"{name}.{key}", inner) for key, inner in items])
+    return names
+
+
 def _unwrap(
     node: Mapping[Any, Any], section: str | None, sections: list[str]
-) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights in nested dicts, and the names of what else lay among them.
+) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """The weights in nested dicts, and what else lay among them, each with the tensors in it.
 
     Adds the sections met on the way to `sections`.
     """
@@ -361,14 +381,22 @@ def _unwrap(
     if taken is not None and taken not in _PARTS:
         return _unwrap(held[taken], section, sections)
     weights = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    left_out: list[str] = []
-    if weights:
-        left_out = [name for name in named if name not in weights and name not in _PARTS]
+    left_out: dict[str, list[str]] = {}
+    for key, value in node.items():
+        if isinstance(key, str) and (key in weights or key in _PARTS):
+            continue
+        if weights or isinstance(value, Tensor):
+            left_out[str(key)] = _tensors_in(str(key), value)
     for part in _PARTS:
         if part in held:
             inside, left_out_inside = _unwrap(held[part], section, sections)
             weights |= {f"{part}.{name}": value for name, value in _strip(inside).items()}
-            left_out += [f"{part}.{name}" for name in left_out_inside]
+            left_out |= {
+                f"{part}.{name}": [f"{part}.{tensor}" for tensor in tensors]
+                for name, tensors in left_out_inside.items()
+            }
+        elif tensors := _tensors_in(part, named.get(part)):
+            left_out[part] = tensors
     return weights, left_out
 
 
@@ -607,23 +635,32 @@ def _spec(
     )
 
 
+def _saved(text: str) -> dict[str, Any] | None:
+    """The fields of a LayerSpec that a conversion wrote, None for an entry of another origin."""
+    try:
+        saved = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    names = {field.name for field in fields(LayerSpec)}
+    return saved if isinstance(saved, dict) and saved.keys() >= names else None
+
+
 def _merge(opened: _Checkpoint, prefix: str, shapes: LayerSpec, given: _Given) -> _Given:
     """What the caller and a converted file's metadata say of a layer, which must agree."""
-    if prefix not in opened.metadata:
+    saved = _saved(opened.metadata.get(prefix, ""))
+    if saved is None:
         return given
     try:
-        saved = json.loads(opened.metadata[prefix])
         said = _check_given(saved["n_head"], saved["context_size"], saved["edge"])
-        weights_say = {name: saved[name] for name in ("variant", "n_feat", "use_bias")}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise ValueError(
             f"layer {_show(prefix)}: the metadata of {opened.source} is not what a conversion "
             f"writes: {error!r}"
         ) from error
     contradictions = [
-        f"metadata says {name} {value!r}, the weights {getattr(shapes, name)!r}"
-        for name, value in weights_say.items()
-        if value != getattr(shapes, name)
+        f"metadata says {name} {saved[name]!r}, the weights {getattr(shapes, name)!r}"
+        for name in ("variant", "n_feat", "use_bias")
+        if saved[name] != getattr(shapes, name)
     ]
     contradictions += [
         f"metadata says {name} {old!r}, the argument {new!r}"
@@ -686,7 +723,19 @@ def _convert(
     opened = _open(src, section, allow_classes)
     specs = _specs(opened, given)
     _check_decided(specs)
+    if lost := [name for tensors in opened.left_out.values() for name in tensors]:
+        more = f" and {len(lost) - 10} more" if len(lost) > 10 else ""
+        raise ValueError(
+            f"{opened.source} has tensors in nested entries or under keys that are no strings, "
+            f"which would be lost: {', '.join(lost[:10])}{more}. Take them out, or give each "
+            "a name of its own beside the other weights"
+        )
     metadata = {"format": "pt", **opened.metadata}
+    if taken := [p for p in specs if p in metadata and _saved(metadata[p]) is None]:
+        raise ValueError(
+            f"layers whose prefixes name other entries of the metadata: {', '.join(taken)}. Give "
+            "a mapping of the weights with other prefixes"
+        )
     metadata |= {prefix: json.dumps(asdict(spec)) for prefix, spec in specs.items()}
     if opened.left_out:
         warnings.warn(f"left out, being no tensors: {', '.join(opened.left_out)}", stacklevel=3)
@@ -694,6 +743,17 @@ def _convert(
     large = sum(tensor.nbytes for tensor in tensors.values()) >= _LARGE
     _write(tensors, path, metadata, progress and large)
     return specs
+
+
+def _has_format(dtype: torch.dtype) -> bool:
+    """Whether safetensors can hold a dtype: its list of them is not public."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls some dtypes experimental
+        try:
+            save({"": torch.empty(0, dtype=dtype)})
+        except (SafetensorError, RuntimeError, KeyError, ValueError, TypeError):
+            return False
+    return True
 
 
 def _storable(opened: _Checkpoint) -> dict[str, Tensor]:
@@ -704,12 +764,13 @@ def _storable(opened: _Checkpoint) -> dict[str, Tensor]:
         if tensor.layout != torch.strided
         or tensor.is_meta
         or tensor.is_quantized
-        or tensor.dtype == torch.complex128
+        or not _has_format(tensor.dtype)
     ]
     if refused:
         raise ValueError(
             f"{opened.source} has tensors that safetensors cannot hold (sparse, quantized, "
-            f"complex128 or on the meta device): {', '.join(refused)}"
+            "on the meta device, or of a dtype that it lacks, as complex32 and complex128): "
+            + ", ".join(f"{name} ({opened.weights[name].dtype})" for name in refused)
         )
     tensors: dict[str, Tensor] = {}
     memory: set[int] = set()
@@ -857,7 +918,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         print(f"wrote {args.dst}")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
