@@ -85,7 +85,7 @@ def replace_attention(
             is called as layer(query, key, value, mask=None, lengths=None), [B,T,D] each, mask bool
             [B,T] with True = keep (padding may be on either side), and returns [B,T,D].
         init_from_old: start w3 and w_out from the old value and output projections where shapes
-            fit; biases too where the new layer has some.
+            fit; biases too where the new layer has some, else the report warns of those it drops.
         layer_options: dropout_rate (default the old attention's), use_bias, edge, grouped_w2,
             honor_mask, implementation of `LocalDenseSynthesizerAttention`.
 
@@ -117,6 +117,8 @@ def load_replaced(
     """Replace as `replace_attention` does with these options, then load a replaced model's weights.
 
     The load is strict. Where it fails, the model is as it was: the same modules with the same bits.
+    A state dict cannot tell left from right: weights of another split of the same window, W = left
+    + 1 + right, load too, and each weight of a window then goes to a wrong frame, silently.
 
     Args:
         model: the original model, not yet replaced.
@@ -376,12 +378,22 @@ def _build(
         layer.to(device=device, dtype=dtype)
     notes = []
     if init_from_old:
-        fits = [
-            _copy(getattr(layer, "w3", None), old.value_weight, old.value_bias),
-            _copy(getattr(layer, "w_out", None), old.out_weight, old.out_bias),
+        pairs: list[tuple[Any, Tensor, Tensor | None]] = [
+            (getattr(layer, "w3", None), old.value_weight, old.value_bias),
+            (getattr(layer, "w_out", None), old.out_weight, old.out_bias),
         ]
+        fits = [_copy(*pair) for pair in pairs]
         if not all(fits):
             notes.append(f"{slot.path}: the new layer has no w3 and w_out that fit init_from_old")
+        if any(
+            linear.bias is None and bias is not None and not bias.is_meta and bias.any()
+            for (linear, _, bias), fit in zip(pairs, fits, strict=True)
+            if fit
+        ):
+            notes.append(
+                f"{slot.path}: init_from_old dropped biases that are not zero, for want of such in "
+                "the new layer: use_bias=True keeps them"
+            )
     return layer, notes
 
 
@@ -411,7 +423,7 @@ def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str
     elif isinstance(checkpoint, (str, os.PathLike)):
         path = Path(checkpoint)
         try:
-            if path.suffix == ".safetensors":
+            if path.suffix.lower() == ".safetensors":
                 state = safetensors.torch.load_file(path)
             else:
                 state = torch.load(path, map_location="cpu", weights_only=True)

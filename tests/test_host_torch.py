@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import math
+import re
 import warnings
 
 import pytest
@@ -370,6 +371,21 @@ def test_pair_masks_of_another_shape_are_refused(shape):
     with pytest.raises(ValueError, match=r"\[11, 11\] or \[12, 11, 11\], got \[") as error:
         replaced().layers[0](x, src_mask=torch.zeros(shape))
     assert str(list(shape)) in str(error.value)
+
+
+@pytest.mark.parametrize("pairs", [True, False])
+def test_padding_of_another_shape_is_named(pairs):
+    adapter = replaced().layers[0].self_attn
+    x = torch.randn(2, T, D)
+    options = dict(attn_mask=torch.zeros(T, T)) if pairs else {}
+    for shape in ((2, T - 1), (3, T), (T,), (2, 1, T)):
+        expected = f"key_padding_mask must have shape [B,T] with B=2, T={T}, got {list(shape)}"
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            adapter(x, x, x, key_padding_mask=torch.zeros(shape, dtype=torch.bool), **options)
+    for shape in ((T - 1,), (1, T)):
+        expected = f"key_padding_mask must have shape [T] with T={T}, got {list(shape)}"
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            adapter(*[x[0]] * 3, key_padding_mask=torch.zeros(shape, dtype=torch.bool), **options)
 
 
 def test_the_report_tells_of_causal_masks():

@@ -365,6 +365,27 @@ def test_init_from_old_says_where_it_did_not():
     assert not any("init_from_old" in warning for warning in without.warnings)
 
 
+@pytest.mark.parametrize("where", ["in_proj_bias", "out_proj.bias"])
+def test_init_from_old_says_which_biases_it_dropped(where):
+    def dropped(value, row=-1, **options):
+        model = encoder(2)
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.self_attn.in_proj_bias.zero_()
+                layer.self_attn.out_proj.bias.zero_()
+            model.layers[1].self_attn.get_parameter(where)[row] = value
+        report = replace_attention(model, **options)
+        return [w.partition(":")[0] for w in report.warnings if "use_bias=True keeps" in w]
+
+    assert dropped(1.0, init_from_old=True) == ["layers.1.self_attn"]
+    assert dropped(0.0, init_from_old=True) == []
+    assert dropped(1.0, init_from_old=True, use_bias=True) == []
+    assert dropped(1.0) == []
+    # The biases of query and key have no place in the new layer.
+    queries = dropped(1.0, row=0, init_from_old=True)
+    assert queries == ([] if where == "in_proj_bias" else ["layers.1.self_attn"])
+
+
 def test_make():
     calls = []
 
@@ -483,12 +504,12 @@ def options():
     return dict(left=[2, 3, 1], right=1, use_bias=True, grouped_w2=True)
 
 
-@pytest.mark.parametrize("kind", ["mapping", "pt", "safetensors", "string"])
+@pytest.mark.parametrize("kind", ["mapping", "pt", "safetensors", "SAFETENSORS", "string"])
 def test_load_replaced(tmp_path, options, kind):
     source = trained(**options)
     state = source.state_dict()
-    path = tmp_path / ("x.safetensors" if kind == "safetensors" else "x.pt")
-    if kind == "safetensors":
+    path = tmp_path / (f"x.{kind}" if kind.lower() == "safetensors" else "x.pt")
+    if kind.lower() == "safetensors":
         safetensors.torch.save_file(state, path)
     else:
         torch.save(state, path)

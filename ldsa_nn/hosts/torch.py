@@ -93,6 +93,12 @@ class MultiheadAdapter(Adapter):
         if keep is not None and torch.compiler.is_compiling():
             # A host may make its mask as wide as a length that it read back: say which that is.
             torch._check(keep.shape[1] == query.shape[1])
+        elif keep is not None and keep.shape != query.shape[:2]:
+            came = list(keep.shape[1:] if single else keep.shape)
+            form = f"[T] with T={query.shape[1]}"
+            if not single:
+                form = f"[B,T] with B={query.shape[0]}, T={query.shape[1]}"
+            raise ValueError(f"key_padding_mask must have shape {form}, got {came}")
         if attn_mask is not None and not is_causal:
             self._check_window(attn_mask, keep, query.shape[0], query.shape[1])
         out = self.layer(query, key, value, mask=keep, lengths=None)
