@@ -444,8 +444,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             raise SystemExit(f"{error}") from error
     try:
         model = build(vars(args), vocabulary).to(args.device)
-    except (AssertionError, RuntimeError, ValueError) as error:  # the first: torch without CUDA
-        raise SystemExit(f"no such model on --device {args.device}: {error}") from error
+    # AssertionError: a torch without CUDA; TypeError: a number beyond 64 bits.
+    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+        raise SystemExit(f"cannot build the model on --device {args.device}: {error}") from error
     logmel = LogMel(**state["normalisation"]) if state else LogMel.fit(corpus["train"])
     logmel.to(args.device)
     parameters = sum(p.numel() for p in model.parameters())

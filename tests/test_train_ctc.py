@@ -240,9 +240,10 @@ def test_heads_must_divide_dim(capsys):
     assert "--heads must divide --dim, got 5 and 96" in capsys.readouterr().err
 
 
-def test_an_unknown_device_is_refused(run):
-    with pytest.raises(SystemExit, match="--device foo: "):
-        run("--device", "foo")
+@pytest.mark.parametrize("argument", ["--device=foo", f"--left={10**30}", f"--seed={10**30}"])
+def test_a_model_that_cannot_be_built_is_refused(run, argument):
+    with pytest.raises(SystemExit, match="cannot build the model on --device (foo|cpu): "):
+        run(argument)
 
 
 def test_a_directory_called_synthetic_is_not_the_synthetic_corpus(tmp_path):
