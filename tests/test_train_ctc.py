@@ -242,7 +242,7 @@ def test_heads_must_divide_dim(capsys):
 
 @pytest.mark.parametrize("argument", ["--device=foo", f"--left={10**30}", f"--seed={10**30}"])
 def test_a_model_that_cannot_be_built_is_refused(run, argument):
-    with pytest.raises(SystemExit, match="cannot build the model on --device (foo|cpu): "):
+    with pytest.raises(SystemExit, match=r"cannot build the model on --device (foo|cpu): "):
         run(argument)
 
 
