@@ -61,7 +61,7 @@ def read_manifest(directory: str | os.PathLike) -> Corpus:
     if not manifest.is_file():
         raise FileNotFoundError(f"no {manifest}: --data takes a directory with a manifest.jsonl")
     rows = []
-    for number, line in enumerate(manifest.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(manifest.read_text(encoding="utf-8").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -100,12 +100,13 @@ def test_only_the_attention_differs_between_the_two(run):
 
 
 def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(run, tmp_path, monkeypatch):
+    handler = signal.getsignal(signal.SIGINT)
     whole = run("--steps", "8", "--out", str(tmp_path / "whole"))
     with monkeypatch.context() as patched:
         interrupt_after(patched, batches=3)
         with pytest.raises(SystemExit, match=r"stopped after 3 steps.*--resume"):
             run("--steps", "8")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     resumed = run("--steps", "8", "--resume")
     assert resumed["steps"] == whole["steps"] == 8
     assert resumed["held_out"] == whole["held_out"]
