@@ -1,5 +1,6 @@
 """The op: what it computes, in eager PyTorch and fused, on every kind of input."""
 
+import importlib
 import itertools
 import math
 import subprocess
@@ -739,3 +740,26 @@ def test_channels_more_than_2_31_elements_apart(wide):
         assert error(x[..., -inner:], y[..., -inner:]) <= 2 * error(e, y) + ATOL[x.dtype]
         # Far from the tail stand zeros: no value there, and no gradient.
         assert not x[..., : -tail - 300].any()
+
+
+def test_every_tile_row_has_a_case():
+    """What runs on a GPU in test_large_cases is every row that the launchers can choose."""
+    pytest.importorskip("triton")
+    tiles = importlib.import_module("ldsa_nn._ldsa.ldsa")._tiles
+    for backward in (False, True):
+        tested = {
+            tuple(tiles(c.window, c.head_dim, c.dtype.itemsize, backward).values()) for c in LARGE
+        }
+        for window, head_dim, size in itertools.product(range(1, 256), range(1, 257), (2, 4)):
+            row = tuple(tiles(window, head_dim, size, backward).values())
+            assert row in tested, (window, head_dim, size)
+
+
+@pytest.mark.parametrize("window", [16, 17, 32, 64])
+def test_windows_at_the_edge_of_a_block(window):
+    a_logits = random(1, 1, window, 40)
+    v, grad = random(1, 1, 8, 40, seed=1), random(1, 1, 8, 40, seed=2)
+    left = window // 3
+    right = window - 1 - left
+    got = run(a_logits, v, grad, left, right, implementation="triton")
+    assert close(got, truth(a_logits, v, grad, left, right), 1e-5)

@@ -152,12 +152,11 @@ if triton is not None:
         )
 
     @triton.jit
-    def _band(weights, first_slot, W: tl.constexpr, BLOCK_W: tl.constexpr):
+    def _band(weights, first_slot, W: tl.constexpr):
         """Spread [ROWS, BLOCK_W] weights to the band given by the slot index of each column."""
         valid = (first_slot >= 0) & (first_slot < W)
-        if BLOCK_W > W:  # slot W is padding, whose weight is 0: no select after the gather
-            return tl.gather(weights, tl.where(valid, first_slot, W), axis=1)
-        return tl.where(valid, tl.gather(weights, tl.where(valid, first_slot, 0), axis=1), 0.0)
+        # Slot W is padding, whose weight is 0: no select after the gather.
+        return tl.gather(weights, tl.where(valid, first_slot, W), axis=1)
 
     @triton.jit
     def _ldsa_fwd_kernel(
@@ -222,7 +221,7 @@ if triton is not None:
             for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
                 cols = c * BLOCK_S + tl.arange(0, BLOCK_S)
                 slots = cols[None, :] - tl.arange(0, BLOCK_T)[:, None]
-                band = _band(weights, slots, W, BLOCK_W).to(DTYPE)
+                band = _band(weights, slots, W).to(DTYPE)
                 values = _value_tile(
                     v_ptr, stride_vt, stride_vd, t0 - LEFT + c * BLOCK_S, start, end,
                     DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
@@ -345,7 +344,7 @@ if triton is not None:
                         weights = tl.where(keep, weights, 0.0)
                     rows = c * BLOCK_S + tl.arange(0, BLOCK_S)
                     slots = tl.arange(0, BLOCK_T)[None, :] - rows[:, None] + W - 1
-                    band = _band(weights, slots, W, BLOCK_W).to(DTYPE)
+                    band = _band(weights, slots, W).to(DTYPE)
                     grad = _value_tile(
                         grad_ptr, stride_gt, stride_gd, u0, start, end,
                         DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
@@ -368,10 +367,10 @@ INTERPRETED = triton is not None and not isinstance(_ldsa_fwd_kernel, triton.run
 
 def _tiles(window, head_dim, itemsize, backward):
     """Block sizes and warps; every row that can be chosen is checked on a GPU by the tests."""
-    block_w = max(16, triton.next_power_of_2(window))
+    block_w = max(16, triton.next_power_of_2(window + 1))  # one slot of padding: see _band
     block_d = max(16, triton.next_power_of_2(head_dim))
     block_t = 16
-    block_s = 32 if window <= 17 else 64
+    block_s = 32 if block_w == 16 else 64
     rows = block_s if backward else block_t
     heavy = block_s * block_d * itemsize + rows * block_w * 4  # bytes of tiles to hold
     warps = 1 if heavy <= 8192 else 2 if heavy <= 16384 else 4 if heavy <= 65536 else 8
