@@ -209,8 +209,8 @@ class Zipformer2Adapter(Adapter):
             own = torch.arange(layer.window, device=x.device) == self.left
             weights = torch.where(outside[:, None, None], own[:, None].to(weights.dtype), weights)
         weights = F.dropout(weights, layer.dropout_rate, self.training)
-        # Row t of the band is shifted t frames to the right: each row is filled up with zeros by one
-        # more than the lines have in which the whole is read again.
+        # Row t goes t frames to the right: filled up with zeros to W + T, the rows are read again as
+        # lines of one less.
         line = layer.window + frames - 1
         band = F.pad(weights.permute(1, 0, 3, 2), (0, frames)).flatten(2)
         band = band[..., : frames * line].unflatten(2, (frames, line))
