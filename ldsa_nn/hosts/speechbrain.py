@@ -81,6 +81,7 @@ _STREAM = (
     "; forward_streaming equals the whole sequence only with right=0 and a left context of at "
     "least left frames"
 )
+_LEAK = "its convolution looks ahead and lets padding leak into the frames beside it"
 _MODELS = "speechbrain.lobes.models.transformer"
 
 HOSTS = tuple(
@@ -97,13 +98,13 @@ HOSTS = tuple(
             "Conformer",
             "Conformer.ConformerEncoderLayer",
             "mha_layer",
-            f"{_STREAM}; its convolution looks ahead unless causal=True",
+            f"{_STREAM}; unless causal=True, {_LEAK}",
         ),
         (
             "Branchformer",
             "Branchformer.BranchformerEncoderLayer",
             "mha_layer",
-            "; its convolution looks ahead",
+            f"; {_LEAK}",
         ),
         ("Transformer", "Transformer.TransformerEncoderLayer", "self_att", ""),
     )
