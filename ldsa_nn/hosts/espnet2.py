@@ -50,7 +50,7 @@ class AbsoluteAdapter(Adapter):
             ValueError: a cache is used while right > 0, or the layer refuses its input.
         """
         past = value.shape[1] - query.shape[1]
-        if past and self.right:
+        if past > 0 and self.right:
             raise ValueError(
                 f"a cached step has no frames ahead: it needs right=0, got right={self.right}"
             )

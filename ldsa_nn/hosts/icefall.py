@@ -196,18 +196,13 @@ class Zipformer2Adapter(Adapter):
         frames, batch, _ = x.shape
         whole = past + frames
         logits = F.pad(layer._logits(x.transpose(0, 1)), (past, 0))
-        starts = lengths = None
+        keep = starts = lengths = None
         if key_padding_mask is not None and layer.honor_mask:
             keep = keep_from_padding(key_padding_mask)
             starts, lengths = mask_extent(keep, batch, whole)
         weights = ldsa_weights(
             logits, self.left, self.right, lengths=lengths, starts=starts, edge=layer.edge
         )[..., past:]
-        if lengths is not None:
-            t = torch.arange(past, whole, device=x.device)
-            outside = (t < starts[:, None]) | (t >= lengths[:, None])  # type: ignore[index]
-            own = torch.arange(layer.window, device=x.device) == self.left
-            weights = torch.where(outside[:, None, None], own[:, None].to(weights.dtype), weights)
         weights = F.dropout(weights, layer.dropout_rate, self.training)
         # Row t goes t frames to the right: filled up with zeros to W + T, the rows are read again as
         # lines of one less.
@@ -215,7 +210,13 @@ class Zipformer2Adapter(Adapter):
         band = F.pad(weights.permute(1, 0, 3, 2), (0, frames)).flatten(2)
         band = band[..., : frames * line].unflatten(2, (frames, line))
         # It begins with frame past - left of the whole, and ends `right` frames after it.
-        return F.pad(band, (past - self.left, -self.right))
+        band = F.pad(band, (past - self.left, -self.right))
+        if keep is None:
+            return band
+        s = torch.arange(whole, device=x.device)
+        own = (s == s[past:, None]).to(band.dtype)
+        band = torch.where(keep[:, None], band, 0.0)  # slots outside keep a weight if edge="zero"
+        return torch.where(keep[:, past:, None], band, own)
 
 
 _CONSUMER = "it takes the weights that self_attn_weights makes, which are replaced"
@@ -243,11 +244,11 @@ HOSTS = (
         describe=_describe_zipformer2,
         adapter=Zipformer2Adapter,
         warnings=(
-            "icefall's Zipformer2: the window counts a stack's own frames (downsampled ones are "
-            "longer), and does not follow a chunk mask (causal=True with chunk_size): one that "
-            "forbids a later frame of the window raises, so replace with right=0. A stream needs "
-            "that and left_context_frames of at least left in each stack. w3 and w_out are not "
-            "used and taken off",
+            "icefall's Zipformer2: the window does not follow a chunk mask (causal=True with "
+            "chunk_size): one that forbids a later frame of the window raises, so replace with "
+            "right=0. A stream needs that and left_context_frames of at least left in each stack, "
+            "whose own frames, longer where it is downsampled, the window counts. w3 and w_out are "
+            "not used and taken off",
         ),
     ),
 )
