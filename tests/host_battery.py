@@ -12,6 +12,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from ldsa_nn import LocalDenseSynthesizerAttention, load_replaced, replace_attention
@@ -142,6 +144,23 @@ class Battery:
             assert torch.equal(self.run(copied, x, lengths), expected)
         with pytest.raises(RuntimeError, match=r"Missing key.*layer\.w1\.weight"):
             load_replaced(self.build(), self.original().state_dict())
+
+    def test_masks_do_not_wait_for_a_gpu(self):
+        # Tensors of a GPU without values: what reads one back raises.
+        model, calls = self.replaced(), []
+        adapter = model.get_submodule(self.paths[0])
+        hook = adapter.register_forward_pre_hook(
+            lambda _, arguments, options: calls.append((arguments, options)), with_kwargs=True
+        )
+        self.run(model, *batch())
+        hook.remove()
+        with FakeTensorMode() as mode:
+            call, parameters = tree_map_only(
+                torch.Tensor,
+                lambda x: torch.empty_like(mode.from_tensor(x), device="cuda"),
+                (calls[0], dict(adapter.named_parameters())),
+            )
+            torch.func.functional_call(adapter, parameters, *call)
 
     def test_one_layer_alone(self):
         model = self.original()

@@ -241,7 +241,7 @@ def test_only_icefalls_own_call_is_taken():
 
 def test_zipformer_takes_the_weights_of_ldsa_alone():
     model = TestZipformer2().original()
-    with pytest.raises(TypeError, match="Zipformer2 needs a LocalDense.*HybridAttention"):
+    with pytest.raises(TypeError, match=r"Zipformer2 needs a LocalDense.*HybridAttention"):
         replace_attention(model, make=lambda path, old, h, d, left, right: HybridAttention(h, d))
     report = replace_attention(model, grouped_w2=True, init_from_old=True)
     assert {name.rpartition("layer.")[2] for name in report.new_parameters} == {

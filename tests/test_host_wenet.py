@@ -157,9 +157,9 @@ def test_masks_of_another_kind_are_refused():
     x = torch.randn(2, 5, D)
     with pytest.raises(ValueError, match=r"mask must have shape.*B=2, T=5 and S=5, got \[2, 4, 5"):
         attention(x, x, x, torch.ones(2, 4, 5, dtype=torch.bool))
+    mask = torch.ones(2, 1, 5, dtype=torch.bool)
+    mask[1, 0, 2] = False
     with pytest.raises(ValueError, match="holes in sequence 1"):
-        mask = torch.ones(2, 1, 5, dtype=torch.bool)
-        mask[1, 0, 2] = False
         attention(x, x, x, mask)
     with pytest.raises(ValueError, match=r"got 1\.0"):
         attention(x, x, x, torch.ones(2, 1, 5))  # 0/1 of a floating point type: no bias

@@ -204,7 +204,7 @@ class Zipformer2Adapter(Adapter):
             logits, self.left, self.right, lengths=lengths, starts=starts, edge=layer.edge
         )[..., past:]
         weights = F.dropout(weights, layer.dropout_rate, self.training)
-        # Row t goes t frames to the right: filled up with zeros to W + T, the rows are read again as
+        # Row t goes t frames to the right: filled up with zeros to W + T, rows are read again as
         # lines of one less.
         line = layer.window + frames - 1
         band = F.pad(weights.permute(1, 0, 3, 2), (0, frames)).flatten(2)

@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         return self.sum(self.in_proj(x), attn_weights)
 
     def sum(self, x, attn_weights):
-        heads, batch, frames, whole = attn_weights.shape
+        heads, batch, _, whole = attn_weights.shape
         assert x.shape[:2] == (whole, batch)
         x = attn_weights @ x.unflatten(2, (heads, -1)).permute(2, 1, 0, 3)
         return self.out_proj(x.permute(2, 1, 0, 3).flatten(2))

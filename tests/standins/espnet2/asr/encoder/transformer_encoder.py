@@ -1,7 +1,7 @@
 """ESPnet2's Transformer encoder behind its front end as of release 202511."""
 
-from espnet2.asr.encoder.conformer_encoder import Encoder, feed_forward
 from espnet.nets.pytorch_backend.transformer.encoder_layer import EncoderLayer
+from espnet2.asr.encoder.conformer_encoder import Encoder, feed_forward
 
 
 class TransformerEncoder(Encoder):

@@ -1,4 +1,4 @@
-"""The call of WeNet's attentions as of December 2025 (commit 0154699), written from its protocol."""
+"""The call of WeNet's attentions as of December 2025 (0154699), written from its protocol."""
 
 import math
 
@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 NONE = torch.ones((0, 0, 0), dtype=torch.bool)
+NO_POSITIONS = torch.empty(0)
 NO_CACHE = torch.zeros(0, 0, 0, 0)
 
 
@@ -27,7 +28,7 @@ class MultiHeadedAttention(nn.Module):
         return q @ k.transpose(2, 3)
 
     def forward(
-        self, query, key, value, mask=NONE, pos_emb=torch.empty(0), cache=(NO_CACHE, NO_CACHE)
+        self, query, key, value, mask=NONE, pos_emb=NO_POSITIONS, cache=(NO_CACHE, NO_CACHE)
     ):
         q, k, v = self.linear_q(query), self.linear_k(key), self.linear_v(value)
         q, k, v = (self.heads(x) for x in (q, k, v))
