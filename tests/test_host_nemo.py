@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from host_battery import LAYERS, D, H, ModuleBattery, T, batch
 from nemo.collections.asr.modules.conformer_encoder import ConformerEncoder
 from nemo.collections.asr.parts.submodules.multi_head_attention import MultiHeadAttention
 
-from ldsa_nn import LocalDenseSynthesizerAttention, load_replaced, replace_attention
+from ldsa_nn import LocalDenseSynthesizerAttention, hosts, load_replaced, replace_attention
 
 
 class TestRelative(ModuleBattery):
@@ -164,3 +165,9 @@ def test_a_failed_load_leaves_the_model_as_it_was():
         load_replaced(model, {})
     assert [layer.self_attn for layer in model.layers] == old
     assert model.change_attention_model.__func__ is ConformerEncoder.change_attention_model
+
+
+def test_nemo_without_its_speech_models_is_left_alone(monkeypatch):
+    assert "nemo" in sys.modules and "nemo" in hosts.loaded()
+    monkeypatch.delitem(sys.modules, MultiHeadAttention.__module__)
+    assert "nemo" not in hosts.loaded()

@@ -167,6 +167,17 @@ def test_masks_of_another_kind_are_refused():
     assert torch.equal(out, attention(x, x, x)[0])
 
 
+def test_layers_of_older_releases_are_known():
+    # They have no folder models.
+    model = TestConformer().original()
+    for module in model.modules():
+        if type(module).__module__.startswith("wenet.models"):
+            new = type(type(module).__name__, (type(module),), {})
+            new.__module__ = type(module).__module__.replace("wenet.models.", "wenet.")
+            module.__class__ = new
+    assert replace_attention(model).replaced == TestConformer.paths
+
+
 def test_decoders_stay():
     class DecoderLayer(nn.Module):
         def __init__(self, attention):
