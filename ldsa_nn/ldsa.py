@@ -22,6 +22,7 @@ from ldsa_nn.streaming import (
     check_state,
     chunk_lengths,
     last_frames,
+    zeros_like_parameter,
 )
 
 __all__ = ["HybridAttention", "LocalDenseSynthesizerAttention"]
@@ -254,15 +255,12 @@ class LocalDenseSynthesizerAttention(nn.Module):
             An `LdsaState`. Shapes depend on the layer and B alone and are never empty.
         """
         check_batch_size(batch_size)
-        weight, frames = self.w3.weight, self._kept
-        device = weight.device if device is None else device
-        dtype = weight.dtype if dtype is None else dtype
-        heads, width = self.n_head, self.n_feat // self.n_head
-        return LdsaState(
-            torch.zeros(batch_size, frames, heads, self.window, device=device, dtype=dtype),
-            torch.zeros(batch_size, frames, heads, width, device=device, dtype=dtype),
-            torch.full((batch_size,), frames, device=device, dtype=torch.int64),
-        )
+        shape = (batch_size, self._kept, self.n_head)
+        to: Any = {"device": device, "dtype": dtype}
+        logits = zeros_like_parameter(self.w3.weight, *shape, self.window, **to)
+        value = zeros_like_parameter(self.w3.weight, *shape, self.n_feat // self.n_head, **to)
+        start = torch.full((batch_size,), self._kept, device=logits.device, dtype=torch.int64)
+        return LdsaState(logits, value, start)
 
     def step(
         self, x: Tensor, state: LdsaState, lengths: Tensor | None = None
@@ -305,11 +303,9 @@ class LocalDenseSynthesizerAttention(nn.Module):
         if self.w_out.bias is not None or (self.right > 0 and lengths is not None):
             inside = frames_inside(lengths, state.start - first, frames, x.device)
             y = torch.where(inside[:, :, None], y, 0.0)
-        return y, LdsaState(
-            last_frames(logits, kept, lengths),
-            last_frames(value, kept, lengths),
-            state.start - (frames if lengths is None else lengths),
-        )
+        logits, value = last_frames(kept, lengths, logits, value)
+        came = frames if lengths is None else lengths
+        return y, LdsaState(logits, value, state.start - came)
 
     def flush(self, state: LdsaState) -> Tensor:
         """The last `right` frames of streams that have ended, [B,right,D].

@@ -23,6 +23,7 @@ __all__ = [
     "frames_from",
     "joined",
     "last_frames",
+    "zeros_like_parameter",
 ]
 
 State = TypeVar("State")
@@ -162,27 +163,33 @@ def chunk_lengths(lengths: Tensor, frames: int, device: torch.device) -> Tensor:
     return lengths.to(device, torch.int64, non_blocking=True).clamp(0, frames)
 
 
+def frames_at(x: Tensor, place: Tensor) -> Tensor:
+    """x[b, place[b, i]] of x [B,T,...] and place int64 [B,N]: [B,N,...]."""
+    place = place.view(*place.shape, *[1] * (x.dim() - 2))
+    return x.gather(1, place.expand(-1, -1, *x.shape[2:]))
+
+
 def frames_from(x: Tensor, first: Tensor, frames: int) -> Tensor:
     """x[b, first[b] : first[b] + frames] of x [B,T,...]; past its end, the last frame again."""
-    index = first[:, None] + torch.arange(frames, device=x.device)
-    index = index.clamp(max=x.shape[1] - 1).view(-1, frames, *[1] * (x.dim() - 2))
-    return x.gather(1, index.expand(-1, -1, *x.shape[2:]))
+    place = first[:, None] + torch.arange(frames, device=x.device)
+    return frames_at(x, place.clamp(max=x.shape[1] - 1))
 
 
-def last_frames(joint: Tensor, kept: int, lengths: Tensor | None) -> Tensor:
-    """What the next step needs of the frames kept before and this chunk's, joint [B,kept+T,...].
+def last_frames(kept: int, lengths: Tensor | None, *joints: Tensor) -> tuple[Tensor, ...]:
+    """What the next step needs of buffers [B,kept+T,...]: frames kept before, then a chunk.
 
     Returns:
-        The last `kept` frames of each stream: [B,kept,...], of which lengths[b] (default T) are of
-        the chunk.
+        For each, the last `kept` frames of every stream, [B,kept,...], where lengths[b] (default
+        all) of the chunk's T are real.
     """
     if lengths is not None:
-        return frames_from(joint, lengths, kept)
-    last = joint[:, joint.shape[1] - kept :]
-    # A short chunk's view saves a launch; a long chunk must not stay in memory as long as the
+        place = lengths[:, None] + torch.arange(kept, device=lengths.device)
+        return tuple(frames_at(joint, place) for joint in joints)
+    # A short chunk's view saves a launch; a long chunk must not stay in memory for as long as the
     # state. Tracing takes one way, so that a graph for any T puts no guard on it.
-    short = not torch.compiler.is_compiling() and joint.shape[1] <= 2 * kept
-    return last if short else last.clone()
+    short = not torch.compiler.is_compiling() and joints[0].shape[1] <= 2 * kept
+    last = (joint[:, joint.shape[1] - kept :] for joint in joints)
+    return tuple(x if short else x.clone() for x in last)
 
 
 def joined(x: Tensor, n: Tensor, y: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,6 +199,20 @@ def joined(x: Tensor, n: Tensor, y: Tensor, m: Tensor) -> tuple[Tensor, Tensor]:
         ([B,S+T,D], n + m); frames beyond n + m mean nothing.
     """
     place = torch.arange(x.shape[1] + y.shape[1], device=x.device)
-    index = torch.where(place < n[:, None], place, place + (x.shape[1] - n[:, None]))
-    index = index.clamp(max=place.shape[0] - 1)[:, :, None].expand(-1, -1, x.shape[2])
-    return torch.cat([x, y], 1).gather(1, index), n + m
+    gap = x.shape[1] - n[:, None]
+    place = torch.where(place < n[:, None], place, (place + gap).clamp(max=place.shape[0] - 1))
+    return frames_at(torch.cat([x, y], 1), place), n + m
+
+
+def zeros_like_parameter(
+    parameter: Tensor,
+    *shape: int,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> Tensor:
+    """Zeros with the parameter's device and dtype where none is given."""
+    return torch.zeros(
+        shape,
+        device=parameter.device if device is None else device,
+        dtype=parameter.dtype if dtype is None else dtype,
+    )
