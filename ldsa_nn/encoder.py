@@ -134,7 +134,7 @@ class _Subsampling(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """A chunk [B,T,C] that `before` [B] frames precede -> [B,ceil(T/2),D], real ones first."""
         joint = torch.cat([state, x.to(state.dtype)], 1)
-        frames = x.shape[1] + x.shape[1] % 2
+        frames = (x.shape[1] + 1) // 2 * 2
         # Each stream has its own parity. What lies past the chunk's end only enters frames that
         # are not due yet.
         read = frames_from(joint, before % 2, frames + self.kept - 1).to(x.dtype)
