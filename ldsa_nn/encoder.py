@@ -15,6 +15,7 @@ from ldsa_nn.streaming import (
     EncoderState,
     check_batch_size,
     check_chunk,
+    check_frames,
     check_state,
     chunk_lengths,
     frames_from,
@@ -368,19 +369,12 @@ class ConformerEncoder(nn.Module):
         Raises:
             ValueError, TypeError: features or lengths has the wrong shape, dtype or device.
         """
-        if not isinstance(features, Tensor):
-            raise TypeError(f"features must be a tensor [B,T,F], got {type(features).__name__}")
-        if features.dim() != 3 or features.shape[2] != self.input_dim:
-            raise ValueError(
-                f"features must have shape [B,T,F] with F={self.input_dim}, "
-                f"got {list(features.shape)}"
-            )
+        check_frames("features", features, self.input_dim)
         batch, frames, _ = features.shape
         check_bound("lengths", lengths, batch, features.device)
         if frames == 0:
-            return self.project.weight.new_zeros(batch, 0, self.dim), features.new_zeros(
-                batch, dtype=torch.int64
-            )
+            none = torch.zeros(batch, device=features.device, dtype=torch.int64)
+            return features.new_zeros(batch, 0, self.dim), none
         if lengths is not None:
             lengths = chunk_lengths(lengths, frames, features.device)
             # Finite at the door, so that not even a gradient of a parameter meets a NaN.
@@ -425,7 +419,6 @@ class ConformerEncoder(nn.Module):
 
         Raises:
             NotImplementedError: an attention is offline only.
-            ValueError, TypeError: batch_size is no count.
         """
         self._must_stream()
         check_batch_size(batch_size)
@@ -492,8 +485,7 @@ class ConformerEncoder(nn.Module):
         """
         self._must_stream()
         state = check_state(self, state, self.project.weight)
-        batch = state.frames.shape[0]
-        x = self.project.weight.new_zeros(batch, 0, self.dim)
+        x = self.project.weight.new_zeros(state.frames.shape[0], 0, self.dim)
         lengths = torch.zeros_like(state.frames)
         for layer, kept in zip(self.layers, state.blocks, strict=True):
             if x.shape[1]:

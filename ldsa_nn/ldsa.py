@@ -289,8 +289,8 @@ class LocalDenseSynthesizerAttention(nn.Module):
         """
         state = check_chunk("x", x, self.n_feat, self, state, self.w3.weight, lengths)
         batch, frames, _ = x.shape
-        kept = self._kept
-        value = self.w3(x).view(batch, frames, self.n_head, -1).to(state.value.dtype)
+        kept, head_dim = self._kept, self.n_feat // self.n_head
+        value = self.w3(x).view(batch, frames, self.n_head, head_dim).to(state.value.dtype)
         logits = self._logits(x).permute(0, 3, 1, 2).to(state.logits.dtype)
         value = torch.cat([state.value, value], 1)
         logits = torch.cat([state.logits, logits], 1)

@@ -18,6 +18,7 @@ __all__ = [
     "LdsaState",
     "check_batch_size",
     "check_chunk",
+    "check_frames",
     "check_state",
     "chunk_lengths",
     "frames_from",
@@ -130,6 +131,18 @@ def check_state(layer: Any, state: State, parameter: Tensor, batch: int | None =
     return _matching("state", state, layer.init_state(batch, device="meta"), parameter.device)
 
 
+def check_frames(name: str, x: Tensor, width: int, at_least: int = 0) -> None:
+    """A floating tensor [B,T,width] with T >= at_least."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor [B,T,{width}], got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if x.dim() != 3 or x.shape[2] != width or x.shape[1] < at_least:
+        raise ValueError(
+            f"{name} must have shape [B,T,{width}] with T >= {at_least}, got {list(x.shape)}"
+        )
+
+
 def check_chunk(
     name: str, x: Tensor, width: int, layer: Any, state: State, parameter: Tensor, lengths: Any
 ) -> State:
@@ -144,12 +157,8 @@ def check_chunk(
     Raises:
         ValueError, TypeError: something has another type, shape, dtype or device.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor [B,T,{width}], got {type(x).__name__}")
-    if x.dim() != 3 or x.shape[2] != width or x.shape[1] < 1:
-        raise ValueError(f"{name} must have shape [B,T,{width}], T >= 1, got {list(x.shape)}")
-    autocast = x.is_floating_point() and torch.is_autocast_enabled(x.device.type)
-    if x.dtype != parameter.dtype and not autocast:
+    check_frames(name, x, width, at_least=1)
+    if x.dtype != parameter.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"{name} must have the parameters' dtype {parameter.dtype}, got {x.dtype}")
     if x.device != parameter.device:
         raise ValueError(f"{name} must be on {parameter.device} (the parameters), got {x.device}")
