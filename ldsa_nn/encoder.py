@@ -376,10 +376,7 @@ class ConformerEncoder(nn.Module):
             none = torch.zeros(batch, device=features.device, dtype=torch.int64)
             return features.new_zeros(batch, 0, self.dim), none
         if lengths is not None:
-            lengths = chunk_lengths(lengths, frames, features.device)
-            # Finite at the door, so that not even a gradient of a parameter meets a NaN.
-            inside = frames_inside(lengths, None, frames, features.device)
-            features = torch.where(inside[:, :, None], features, 0.0)
+            features, lengths = _inside(features, lengths)
             lengths = (lengths + self.subsampling - 1) // self.subsampling
         x = features
         for stage in self.subsample:
@@ -458,7 +455,7 @@ class ConformerEncoder(nn.Module):
         weight = self.project.weight
         state = check_chunk("features", features, self.input_dim, self, state, weight, lengths)
         if lengths is not None:
-            lengths = chunk_lengths(lengths, features.shape[1], features.device)
+            features, lengths = _inside(features, lengths)
         came = features.shape[1] if lengths is None else lengths
         x, before, total = features, state.frames, state.frames + came
         stages, blocks = [], []
@@ -493,6 +490,17 @@ class ConformerEncoder(nn.Module):
             if layer.delay:
                 x, lengths = joined(x, lengths, *layer.flush(kept))
         return self._output(x, lengths)
+
+
+def _inside(features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Features [B,T,F] with 0 beyond the lengths, and those clamped to [0, T].
+
+    Finite at the door: then neither the gradient of a parameter nor a convolution that multiplies
+    a neighbouring frame by 0, as some of the CPU's do, meets a NaN.
+    """
+    lengths = chunk_lengths(lengths, features.shape[1], features.device)
+    inside = frames_inside(lengths, None, features.shape[1], features.device)
+    return torch.where(inside[:, :, None], features, 0.0), lengths
 
 
 def _for_each(name: str, value: Any, num_layers: int) -> tuple[Any, ...]:

@@ -529,10 +529,6 @@ def test_forward_errors(x, lengths, kind, message):
         build()(x.to(DEVICE), lengths)
 
 
-# What only a GPU shows
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("right", [0, (2, 1)])
 def test_bfloat16_streams_as_accurately_as_the_whole(right):
     options = dict(dim=64, n_head=4, ffn_dim=128, conv_kernel=15, left=14, right=right)
@@ -544,6 +540,9 @@ def test_bfloat16_streams_as_accurately_as_the_whole(right):
             exact = copy.deepcopy(encoder).double()(alone[None].double())[0][0]
             budget = 2 * error(encoder(alone[None])[0][0], exact) + ATOL[torch.bfloat16]
             assert error(y, exact) <= budget
+
+
+# What only a GPU shows
 
 
 @pytest.mark.gpu

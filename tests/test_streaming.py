@@ -435,10 +435,6 @@ def test_hybrid_is_offline_only(call):
         getattr(HybridAttention(2, 8), call)(2)
 
 
-# What only a GPU shows
-
-
-@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])
 @pytest.mark.parametrize("window", [(14, 0), (15, 2), (0, 0)])
@@ -457,6 +453,9 @@ def test_as_accurate_as_the_whole(dtype, edge, window):
             exact = copy.deepcopy(layer).double()(alone.double())
             budget = 2 * error(eager(alone), exact) + ATOL[dtype]
             assert error(out[b][None, layer.right :], exact) <= budget
+
+
+# What only a GPU shows
 
 
 @pytest.mark.gpu
