@@ -480,7 +480,6 @@ class ConformerEncoder(nn.Module):
             NotImplementedError: an attention is offline only.
             ValueError, TypeError: the state has the wrong shape, dtype or device.
         """
-        self._must_stream()
         state = check_state(self, state, self.project.weight)
         x = self.project.weight.new_zeros(state.frames.shape[0], 0, self.dim)
         lengths = torch.zeros_like(state.frames)

@@ -223,7 +223,7 @@ def test_rows_are_reset_reordered_and_joined():
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.int64])
 def test_lengths_of_any_integer_type_are_clamped(dtype):
-    layer = build(200, 60)  # their sum does not fit uint8
+    layer = build(255, 0)  # what is kept and the lengths do not fit uint8 together
     x, state = random(3, 5, 8), layer.init_state(3)
     many, few = (0, 200) if dtype == torch.uint8 else (-3, 100)
     a = layer.step(x, state, torch.tensor([many, few, 2], dtype=dtype, device=DEVICE))
@@ -316,22 +316,25 @@ class Step(nn.Module):
         return self.layer.step(x, state, lengths)
 
 
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("window", [(3, 2), (0, 0)])
-def test_i20_exported(window):
+def test_i20_exported(window, ragged):
     """One program for any number of streams and any chunk, on the first chunk and later."""
     layer = build(*window, use_bias=True)
     batch, frames = torch.export.Dim("batch"), torch.export.Dim("frames")
     state = layer.init_state(3)
     assert all(t.numel() > 0 for t in state)
-    lengths = torch.tensor([4, 2, 0], device=DEVICE)
-    shapes = ({0: batch, 1: frames}, type(state)(*({0: batch} for _ in state)), {0: batch})
+    lengths = torch.tensor([4, 2, 0], device=DEVICE) if ragged else None
+    shapes = ({0: batch, 1: frames}, type(state)(*({0: batch} for _ in state)))
     program = torch.export.export(
-        Step(layer), (random(3, 4, 8), state, lengths), dynamic_shapes=shapes
+        Step(layer),
+        (random(3, 4, 8), state, lengths),
+        dynamic_shapes=(*shapes, {0: batch} if ragged else None),
     ).module()
     for streams, T in ((2, 7), (5, 31)):
         x, state = random(streams, T, 8), layer.init_state(streams)
         for i in range(3):
-            lengths = torch.arange(streams, device=DEVICE) + i
+            lengths = torch.arange(streams, device=DEVICE) + i if ragged else None
             expected = layer.step(x, state, lengths)
             y, new = program(x, state, lengths)
             assert isinstance(new, LdsaState)
@@ -339,7 +342,8 @@ def test_i20_exported(window):
             state = new
 
 
-def test_compiled_once_for_many_chunks():
+@pytest.mark.parametrize("ragged", [False, True])
+def test_compiled_once_for_many_chunks(ragged):
     torch._dynamo.reset()
     layer = build(2, 1, use_bias=True)
     counter = CompileCounterWithBackend("aot_eager")
@@ -347,7 +351,8 @@ def test_compiled_once_for_many_chunks():
     with torch.no_grad():
         state = layer.init_state(3)
         for i, T in enumerate([5, 2, 9, 30, 4, 17]):
-            x, lengths = random(3, T, 8, seed=i), torch.tensor([T, 1, T // 2], device=DEVICE)
+            x = random(3, T, 8, seed=i)
+            lengths = torch.tensor([T, 1, T // 2], device=DEVICE) if ragged else None
             y, new = step(x, state, lengths)
             expected = layer.step(x, state, lengths)
             assert close([y, *new], [expected[0], *expected[1]], 1e-6)
