@@ -406,13 +406,7 @@ class ConformerEncoder(nn.Module):
     ) -> EncoderState:
         """The state of streams of which no frame has come yet.
 
-        Args:
-            batch_size: number of streams B, dimension 0 of every state tensor.
-            device, dtype: default those of the parameters. Under autocast its dtype may be given
-                instead.
-
-        Returns:
-            An `EncoderState`. Shapes depend on the encoder and B alone and are never empty.
+        Args, shapes and dtypes as in `LocalDenseSynthesizerAttention.init_state`.
 
         Raises:
             NotImplementedError: an attention is offline only.
@@ -439,9 +433,8 @@ class ConformerEncoder(nn.Module):
         Args:
             features: the chunk, [B,T,F], any T >= 1.
             state: from `init_state` or the step before.
-            lengths: integer [B], clamped to [0, T]: the first lengths[b] frames of the chunk are
-                real for stream b, default all. What lies beyond, NaN too, is ignored; a stream
-                with none keeps its state bit for bit.
+            lengths: integer [B], clamped to [0, T]: how many frames of the chunk are real for each
+                stream, default all. A stream with none keeps its state bit for bit.
 
         Returns:
             (out [B,T',D], out_lengths int64 [B], the new state). T' = ceil(T / subsampling),
