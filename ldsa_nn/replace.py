@@ -197,17 +197,23 @@ def _replace(
             adapters[key].train(slot.old.training)
             warnings += notes
         changes.append((slot.parent, slot.host.attribute, adapters[key]))
-    for used in dict.fromkeys(slot.host for slot in chosen):
-        warnings += used.warnings
-        changes += used.settings(model, [slot.parent for slot in chosen if slot.host is used])
-
+    before = {id(parameter) for parameter in model.parameters()}
     undo = _apply(changes)
-    new = {id(p) for adapter in adapters.values() for p in adapter.parameters()}
+    try:
+        for used in dict.fromkeys(slot.host for slot in chosen):
+            warnings += used.warnings
+            parents = [slot.parent for slot in chosen if slot.host is used]
+            undo = _apply(used.settings(model, parents)) + undo
+    except BaseException:
+        _apply(undo)
+        raise
+    # An adapter may keep a parameter of the old attention that other layers need.
+    new = {id(p) for adapter in adapters.values() for p in adapter.parameters()} - before
     named = model.named_parameters(remove_duplicate=False)
     report = Report(
         replaced=[slot.path for slot in chosen],
         new_parameters=[name for name, parameter in named if id(parameter) in new],
-        warnings=warnings,
+        warnings=list(dict.fromkeys(warnings)),
     )
     return report, undo
 
