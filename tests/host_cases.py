@@ -49,18 +49,76 @@ def leaked(case: HostCase, model: nn.Module) -> float:
         return (case.call(model, x, lengths)[-1, : len(alone)] - alone).abs().max().item()
 
 
-def attention_call(
-    case: HostCase, model: nn.Module, attention: nn.Module
-) -> tuple[tuple, dict, object]:
-    """What an attention of the model is called with in case.batch(), and what it returns."""
-    seen: list = []
-    handle = attention.register_forward_hook(
-        lambda _, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True
+def _torch_cases() -> list[HostCase]:
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(D, H, 48, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+
+    def call(model: nn.Module, x: Tensor, lengths: Tensor | None) -> Tensor:
+        padding = None if lengths is None else torch.arange(x.shape[1]) >= lengths[:, None]
+        return model(x, src_key_padding_mask=padding)
+
+    return [HostCase("nn.TransformerEncoder", build, (D,), [40, 23], call)]
+
+
+def _torchaudio_cases() -> list[HostCase]:
+    from torchaudio import models
+
+    def built(make: Callable[..., nn.Module], **options: object) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            torch.manual_seed(0)
+            return make(**options).eval()
+
+        return build
+
+    def call(model: nn.Module, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return model(x, lengths)[0]
+
+    def without_lengths(model: nn.Module, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return model(x, None)[0]
+
+    conformer = dict(input_dim=D, num_heads=H, ffn_dim=48, num_layers=2)
+    conformer |= dict(depthwise_conv_kernel_size=5, dropout=0.1)
+    encoder = dict(
+        extractor_conv_layer_config=[(16, 10, 5), (16, 3, 2)],
+        extractor_conv_bias=False,
+        encoder_embed_dim=D,
+        encoder_projection_dropout=0.0,
+        encoder_pos_conv_kernel=8,
+        encoder_pos_conv_groups=4,
+        encoder_num_layers=2,
+        encoder_num_heads=H,
+        encoder_attention_dropout=0.1,
+        encoder_ff_interm_features=48,
+        encoder_ff_interm_dropout=0.0,
+        encoder_dropout=0.0,
+        encoder_layer_norm_first=False,
+        encoder_layer_drop=0.0,
+        aux_num_out=None,
     )
-    with torch.no_grad():
-        case.call(model, *case.batch())
-    handle.remove()
-    return seen[0]
+    layer, group = dict(extractor_mode="layer_norm"), dict(extractor_mode="group_norm")
+    wavlm = dict(encoder_num_buckets=16, encoder_max_distance=30)
+    wav2vec2, of_wavlm = models.wav2vec2_model, models.wavlm_model
+    wave = dict(shape=(), lengths=[400, 230])
+    return [
+        HostCase("Conformer", built(models.Conformer, **conformer), (D,), [40, 23], call, False),
+        HostCase("Wav2Vec2, HuBERT", built(wav2vec2, **layer, **encoder), call=call, **wave),
+        HostCase(
+            "Wav2Vec2, HuBERT, group norm",
+            built(wav2vec2, **group, **encoder),
+            call=call,
+            exact=False,
+            **wave,
+        ),
+        HostCase(
+            "WavLM",
+            built(of_wavlm, **layer, **wavlm, **encoder),
+            call=without_lengths,
+            exact=None,
+            **wave,
+        ),
+    ]
 
 
 def _transformers_cases() -> list[HostCase]:
@@ -118,9 +176,7 @@ def _transformers_cases() -> list[HostCase]:
         cases.append(HostCase(what, build(*of, options), call=values, exact=False, **wave))
     of = [transformers.Data2VecAudioModel, transformers.Data2VecAudioConfig]
     options = dict(waves, conv_pos_kernel_size=5, num_conv_pos_embedding_groups=4)
-    cases.append(
-        HostCase("Data2VecAudio", build(*of, options), call=values, exact=False, **wave)
-    )
+    cases.append(HostCase("Data2VecAudio", build(*of, options), call=values, exact=False, **wave))
     of = [transformers.Wav2Vec2ConformerModel, transformers.Wav2Vec2ConformerConfig]
     for kind in ("relative", "rotary"):
         options = dict(waves, **grouped, **conformer, position_embeddings_type=kind)
@@ -185,9 +241,7 @@ def _transformers_cases() -> list[HostCase]:
         attention_dropout=0.1,
     )
     cases.append(
-        HostCase(
-            "Moonshine", build(*of, options), (), [9600, 5800], encoder_values, exact=False
-        )
+        HostCase("Moonshine", build(*of, options), (), [9600, 5800], encoder_values, exact=False)
     )
     of = [transformers.ParakeetEncoder, transformers.ParakeetEncoderConfig]
     options = dict(
@@ -207,4 +261,8 @@ def _transformers_cases() -> list[HostCase]:
     return cases
 
 
-TOOLKITS: dict[str, Callable[[], list[HostCase]]] = {"transformers": _transformers_cases}
+TOOLKITS: dict[str, Callable[[], list[HostCase]]] = {
+    "torch": _torch_cases,
+    "torchaudio": _torchaudio_cases,
+    "transformers": _transformers_cases,
+}

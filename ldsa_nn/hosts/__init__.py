@@ -85,8 +85,8 @@ class BiasedAdapter(Adapter):
     def __init__(self, old: nn.Module, layer: nn.Module, left: int, right: int) -> None:
         super().__init__(old, layer, left, right)
         self.rel_attn_embed = getattr(old, "rel_attn_embed", None)
-        self.num_buckets = old.num_buckets
-        self.max_distance = old.max_distance
+        self.num_buckets = getattr(old, "num_buckets", None)
+        self.max_distance = getattr(old, "max_distance", None)
         self._of: Any = type(old)
 
     def _relative_positions_bucket(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -113,7 +113,7 @@ def drop_unused_bias(
     settings: list[tuple[nn.Module, str, object]] = []
     for layers in model.modules():
         if isinstance(layers, nn.ModuleList) and any(id(layer) in replaced for layer in layers):
-            attentions = [getattr(layer, "attention", None) for layer in layers]
+            attentions: list[Any] = [getattr(layer, "attention", None) for layer in layers]
             if all(isinstance(attention, BiasedAdapter) for attention in attentions):
                 settings += [(attention, "rel_attn_embed", None) for attention in attentions]
     return settings

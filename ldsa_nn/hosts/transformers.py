@@ -1,4 +1,4 @@
-"""Hugging Face transformers: wav2vec 2.0 and kin, WavLM, Conformers, Whisper, Moonshine and more."""
+"""Hugging Face transformers: wav2vec 2.0 and kin, WavLM, Conformers, Whisper and more."""
 
 import ast
 import inspect
@@ -34,20 +34,23 @@ _REFUSED = {
 }
 
 
+def _projections(old: Any) -> tuple[Any, Any, Any]:
+    """The query, value and output projections, by any of the names that hosts give them."""
+    if hasattr(old, "linear_q"):
+        return old.linear_q, old.linear_v, old.linear_out
+    return old.q_proj, old.v_proj, old.out_proj if hasattr(old, "out_proj") else old.o_proj
+
+
 def describe(old: Any) -> Attention:
-    """Read an attention of any of the hosts, by the names of its projections."""
-    linears = [getattr(old, f"linear_{name}", None) for name in ("q", "v", "out")]
-    if linears[0] is None:
-        out = getattr(old, "out_proj", None)
-        linears = [old.q_proj, old.v_proj, old.o_proj if out is None else out]
-    query, value, out = linears
+    """Read an attention of any of the hosts."""
+    query, value, out = _projections(old)
     head_dim = old.head_size if hasattr(old, "head_size") else old.head_dim
-    dropout = old.attention_dropout if hasattr(old, "attention_dropout") else old.dropout
+    dropout: Any = old.attention_dropout if hasattr(old, "attention_dropout") else old.dropout
     return Attention(
         # Not the config's number: Moonshine's decoder writes its own into the config they share.
         n_head=query.out_features // head_dim,
         n_feat=query.in_features,
-        dropout_rate=dropout.p if isinstance(dropout, nn.Module) else dropout,
+        dropout_rate=float(getattr(dropout, "p", dropout)),
         weight=out.weight,
         value_weight=value.weight,
         value_bias=value.bias,
@@ -236,7 +239,7 @@ def _hosts() -> tuple[Host, ...]:
             "Data2VecAudioEncoderLayer",
             "attention",
             "Data2VecAudioAttention",
-            f"its positional convolutions let padding leak, in the original too, and each {_CAUSAL}",
+            "its positional convolutions let padding leak, in the original too, and are not causal",
         ),
         host(
             "wav2vec2_conformer/wav2vec2_conformer",
