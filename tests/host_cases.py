@@ -237,7 +237,7 @@ def _transformers_cases() -> list[HostCase]:
         encoder_num_hidden_layers=2,
         decoder_num_hidden_layers=1,
         encoder_num_attention_heads=H,
-        decoder_num_attention_heads=2,  # theirs end up in the config that both share
+        decoder_num_attention_heads=H,
         attention_dropout=0.1,
     )
     cases.append(

@@ -47,7 +47,6 @@ def describe(old: Any) -> Attention:
     head_dim = old.head_size if hasattr(old, "head_size") else old.head_dim
     dropout: Any = old.attention_dropout if hasattr(old, "attention_dropout") else old.dropout
     return Attention(
-        # Not the config's number: Moonshine's decoder writes its own into the config they share.
         n_head=query.out_features // head_dim,
         n_feat=query.in_features,
         dropout_rate=float(getattr(dropout, "p", dropout)),
