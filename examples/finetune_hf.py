@@ -34,7 +34,9 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: run pip install 'ldsa_nn[examples]'") from error
 
-# Wav2Vec2-BERT: log-mel input, and a convolution that is causal and keeps padding apart.
+# Wav2Vec2-BERT: log-mel input, and a convolution that is causal and keeps padding apart. STACK
+# frames of 10 ms make one of the model's: fewer are learnt from scratch more easily.
+STACK = 4
 CONFIGS = {
     "tiny": dict(
         hidden_size=144,
@@ -69,9 +71,12 @@ def open_model(
         ctc_zero_infinity=True,  # speech of more symbols than frames has no alignment
     )
     if args.model is None:
-        config = transformers.Wav2Vec2BertConfig(**CONFIGS[args.config], **head)
-        model = AutoModelForCTC.from_config(config)
-        return model, transformers.SeamlessM4TFeatureExtractor()
+        extractor = transformers.SeamlessM4TFeatureExtractor(stride=STACK)
+        width = STACK * extractor.num_mel_bins
+        config = transformers.Wav2Vec2BertConfig(
+            feature_projection_input_dim=width, **CONFIGS[args.config], **head
+        )
+        return AutoModelForCTC.from_config(config), extractor
     model = AutoModelForCTC.from_pretrained(
         args.model, local_files_only=True, ignore_mismatched_sizes=True, **head
     )
@@ -176,8 +181,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--out", type=Path, default=Path("runs/finetune-hf"), help=" ")
     add("--layers", type=int, nargs="+", help="which to replace, from 0; not given: all")
-    add("--left", type=from_0, default=15, help="frames before the current one, mostly of 20 ms")
-    add("--right", type=from_0, default=15, help="frames after it")
+    add(
+        "--left",
+        type=from_0,
+        default=10,
+        help="frames before the current one (40 ms; with --model mostly 20 ms)",
+    )
+    add("--right", type=from_0, default=10, help="frames after it")
     add("--steps", type=count, default=800, help="batches to train on")
     add("--batch", type=count, default=8, help="utterances in a batch")
     add("--lr", type=positive, help=f"peak learning rate; not given: {LEARNING_RATES}")

@@ -6,7 +6,7 @@ import importlib.util
 import pytest
 import torch
 from conftest import CI
-from host_cases import TOOLKITS, D, H, leaked
+from host_cases import TOOLKITS, D, H, calls, leaked
 from torch import nn
 
 from ldsa_nn import LocalDenseSynthesizerAttention, load_replaced, replace_attention
@@ -28,18 +28,6 @@ OPTIONS = dict(left=3, right=2, use_bias=True)
 def originals(model, report):
     """The attentions that the report names, in a model not replaced."""
     return [model.get_submodule(path) for path in report.replaced]
-
-
-def calls(case, model, module):
-    """What a module of the model is called with, and what it returns."""
-    seen = []
-    handle = module.register_forward_hook(
-        lambda _, args, kwargs, out: seen.append((args, kwargs, out)), with_kwargs=True
-    )
-    with torch.no_grad():
-        case.call(model, *case.batch())
-    handle.remove()
-    return seen
 
 
 @each_host
@@ -215,3 +203,20 @@ def test_dtypes(toolkit, case, dtype):
     x, lengths = case.batch()
     out = case.call(model, x.to(dtype), lengths)
     assert out.dtype == dtype and out.isfinite().all()
+
+
+@pytest.mark.gpu
+@each_host
+def test_on_a_gpu(toolkit, case):
+    model = case.build()
+    report = replace_attention(model, host=toolkit, **OPTIONS)
+    x, lengths = case.batch()
+    expected = case.call(model, x, lengths)
+    length = case.call(model, x[-1:, : lengths[-1]], lengths[-1:]).shape[1]
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        out = case.call(model.cuda(), x.cuda(), lengths.cuda())
+        out[-1, :length].square().mean().backward()
+    assert all(model.get_parameter(name).grad is not None for name in report.new_parameters)
+    # Padding that leaks brings other rounding along, and no frame of it is compared.
+    torch.testing.assert_close(out[0].cpu(), expected[0], atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(out[-1, :length].cpu(), expected[-1, :length], atol=1e-3, rtol=1e-2)
