@@ -47,6 +47,7 @@ CONFIGS = {
         position_embeddings_type=None,
         layerdrop=0.0,
         mask_time_length=5,
+        initializer_range=0.08,  # the default is for models many times as wide
     ),
     "base": dict(
         hidden_size=768,

@@ -400,7 +400,7 @@ def test_lora(grouped):
     replace_attention(model, left=3, right=2, grouped_w2=grouped)
     x, _ = CASES["Wav2Vec2"].batch()
     before = model(x).logits
-    # peft's LoRA refuses grouped convolutions.
+    # peft cannot merge what it adds to a grouped convolution.
     names = ["w1", "w3", "w_out"] if grouped else ["w1", "w2", "w3", "w_out"]
     config = peft.LoraConfig(r=4, target_modules=names)
     tuned = peft.get_peft_model(copy.deepcopy(model), config)
