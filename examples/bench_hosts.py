@@ -58,7 +58,7 @@ def streaming_error(layer: nn.Module, x: Tensor) -> float | None:
 
 def shown(error: float | None) -> str:
     """An error in the table."""
-    return "-" if error is None else f"{error:.0e}"
+    return "-" if error is None else f"{error:.0e}" if error else "0"
 
 
 @torch.no_grad()

@@ -96,8 +96,9 @@ def replace_attention(
             for each, in the order of `layers`.
         layers: which of the model's supported attentions to replace, counted from 0 in the order
             of model.named_modules(), from the end if negative. Default all.
-        host: "auto", or the toolkit ("torch", "torchaudio") whose encoders alone are looked for.
-            With "auto" and without `layers`, an attention of an unknown class is an error.
+        host: "auto", or the toolkit ("torch", "torchaudio", "transformers", ...: a package's name)
+            whose encoders alone are looked for. With "auto" and without `layers`, an attention of
+            an unknown class is an error.
         make: make(path, old, n_head, n_feat, left, right) returns the layer to put in instead. It
             is called as layer(query, key, value, mask=None, lengths=None), [B,T,D] each, mask bool
             [B,T] with True = keep (padding may be on either side), and returns [B,T,D].
