@@ -211,6 +211,12 @@ def test_decoders_keep_their_attention(name):
     left = [w for w in report.warnings if w.startswith("left as it is: decoder.layers.0.")]
     assert len(left) == 1 and "a decoder's attention is causal or looks at another" in left[0]
     assert list(model.decoder.state_dict()) == list(original.decoder.state_dict())
+    x, _ = case.batch()
+    x = x.mT if name == "Whisper" else x
+    inputs = {"input_values" if name == "Moonshine" else "input_features": x}
+    ids = torch.tensor([[2, 3, 4], [2, 5, 6]])
+    model(**inputs, decoder_input_ids=ids).last_hidden_state.square().mean().backward()
+    assert all(model.get_parameter(name).grad.any() for name in report.new_parameters)
     with pytest.raises(ValueError, match=r"no attention to replace.*a decoder's attention"):
         replace_attention(original.decoder)
 

@@ -5,7 +5,7 @@ import importlib.util
 
 import pytest
 import torch
-from conftest import CI
+from conftest import CI, ROOT
 from host_cases import TOOLKITS, D, H, calls, leaked
 from torch import nn
 
@@ -220,3 +220,9 @@ def test_on_a_gpu(toolkit, case):
     # Padding that leaks brings other rounding along, and no frame of it is compared.
     torch.testing.assert_close(out[0].cpu(), expected[0], atol=1e-3, rtol=1e-2)
     torch.testing.assert_close(out[-1, :length].cpu(), expected[-1, :length], atol=1e-3, rtol=1e-2)
+
+
+@each_host
+def test_the_readme_has_every_host(toolkit, case):
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert (f"| {toolkit} | {case.name} |" in readme) == case.shown
