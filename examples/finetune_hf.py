@@ -187,7 +187,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="frames before the current one (40 ms; with --model mostly 20 ms)",
     )
     add("--right", type=from_0, default=10, help="frames after it")
-    add("--steps", type=count, default=800, help="batches to train on")
+    add("--steps", type=count, default=3000, help="batches to train on")
     add("--batch", type=count, default=8, help="utterances in a batch")
     add("--lr", type=positive, help="peak; not given: 2e-3 (tiny), 3e-4 (base) or 1e-4 (--model)")
     add("--seed", type=from_0, default=0, help=" ")
