@@ -52,14 +52,112 @@ def _slots_inside(inside, left, window, n_frames, device):
     return (read & within)[:, None]
 
 
-def _softmax(x, dim):
+class _Softmax(torch.autograd.Function):
     """Softmax in which a row of -inf gives zeros and +inf entries share the weight equally."""
-    top = x.detach().amax(dim, keepdim=True)
-    share = torch.where(x == torch.inf, 0.0, -torch.inf).to(x.dtype)
-    x = torch.where(top == torch.inf, share, x)
-    weights = (x - torch.where(top.isinf(), 0.0, top)).exp()
-    total = weights.sum(dim, keepdim=True)
-    return weights / torch.where(total == 0, 1.0, total)
+
+    @staticmethod
+    def forward(ctx, x, dim):
+        top = x.amax(dim, keepdim=True)
+        # The top itself is set, not subtracted: inf - inf is no number.
+        weights = (x - top).masked_fill_(x == top, 0.0).exp_()
+        total = weights.sum(dim, keepdim=True)
+        weights /= torch.where(top == -torch.inf, torch.inf, total)
+        ctx.dim = dim
+        ctx.save_for_backward(weights)
+        return weights
+
+    @staticmethod
+    def backward(ctx, grad):
+        (weights,) = ctx.saved_tensors
+        product = weights * grad
+        return product - weights * product.sum(ctx.dim, keepdim=True), None
+
+
+# The weighted sum over the window and its two derivatives. Each of the three is linear in both of
+# its inputs, and has the other two as derivatives, which gives derivatives of every order. They are
+# functions of their own because they add up in place, where autograd would keep every term.
+
+
+class _WindowSum(torch.autograd.Function):
+    """out[t] = sum_k weights[k, t] values[t + k]; values have W - 1 frames more than weights."""
+
+    @staticmethod
+    def forward(ctx, weights, values, channel, time):
+        ctx.dims = channel, time
+        ctx.save_for_backward(weights, values)
+        window, n_frames = weights.shape[channel], weights.shape[time]
+        out = values.narrow(time, 0, n_frames) * weights.narrow(channel, 0, 1)
+        for k in range(1, window):
+            out.addcmul_(values.narrow(time, k, n_frames), weights.narrow(channel, k, 1))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        weights, values = ctx.saved_tensors
+        need_weights, need_values = ctx.needs_input_grad[:2]
+        return (
+            _WindowDot.apply(grad, values, *ctx.dims) if need_weights else None,
+            _WindowSpread.apply(weights, grad, *ctx.dims) if need_values else None,
+            None,
+            None,
+        )
+
+
+class _WindowDot(torch.autograd.Function):
+    """weights[k, t] = x[t] . values[t + k]."""
+
+    @staticmethod
+    def forward(ctx, x, values, channel, time):
+        ctx.dims = channel, time
+        ctx.save_for_backward(x, values)
+        n_frames = x.shape[time]
+        window = values.shape[time] - n_frames + 1
+        product = x.new_empty(x.shape)  # one for all: a fresh one costs more than to fill it
+        terms = []
+        for k in range(window):
+            torch.mul(x, values.narrow(time, k, n_frames), out=product)
+            terms.append(product.sum(channel))
+        return torch.stack(terms, channel)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, values = ctx.saved_tensors
+        need_x, need_values = ctx.needs_input_grad[:2]
+        return (
+            _WindowSum.apply(grad, values, *ctx.dims) if need_x else None,
+            _WindowSpread.apply(grad, x, *ctx.dims) if need_values else None,
+            None,
+            None,
+        )
+
+
+class _WindowSpread(torch.autograd.Function):
+    """values[s] = sum_k weights[k, s - k] x[s - k]."""
+
+    @staticmethod
+    def forward(ctx, weights, x, channel, time):
+        ctx.dims = channel, time
+        ctx.save_for_backward(weights, x)
+        window, n_frames = weights.shape[channel], weights.shape[time]
+        around = [0, 0] * (x.dim() - 1 - time) + [window - 1, window - 1]
+        weights, x = pad(weights, around), pad(x, around)
+        out = 0.0
+        for k in range(window):
+            at = time, window - 1 - k, n_frames + window - 1
+            term = x.narrow(*at), weights.narrow(channel, k, 1).narrow(*at)
+            out = term[0] * term[1] if k == 0 else out.addcmul_(*term)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        weights, x = ctx.saved_tensors
+        need_weights, need_x = ctx.needs_input_grad[:2]
+        return (
+            _WindowDot.apply(x, grad, *ctx.dims) if need_weights else None,
+            _WindowSum.apply(weights, grad, *ctx.dims) if need_x else None,
+            None,
+            None,
+        )
 
 
 def eager_weights(logits, left, inside, edge):
@@ -70,7 +168,7 @@ def eager_weights(logits, left, inside, edge):
     if edge == "renormalize":
         slots = _slots_inside(inside, left, window, n_frames, logits.device)
         logits = torch.where(slots, logits, -torch.inf)
-    weights = _softmax(logits, 2)
+    weights = _Softmax.apply(logits, 2)
     if inside is not None:
         weights = torch.where(inside[:, None, None], weights, 0.0)
     return weights
@@ -147,9 +245,7 @@ def eager_ldsa(a_logits, v, left, right, *, lengths=None, starts=None, edge="zer
     time, channel = order.index(3), order.index(2)
     weights, values = weights.permute(order), values.permute(order)
     values = pad(values, [0, 0] * (3 - time) + [left, right])
-    out = values.narrow(time, 0, n_frames) * weights.narrow(channel, 0, 1)
-    for k in range(1, left + 1 + right):
-        out = torch.addcmul(out, values.narrow(time, k, n_frames), weights.narrow(channel, k, 1))
+    out = _WindowSum.apply(weights, values, channel, time)
     if inside is not None:
         # Weights are 0 there already; this keeps a NaN in grad_output from coming back.
         out = torch.where(inside[:, None, None].permute(order), out, 0.0)
