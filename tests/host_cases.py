@@ -4,6 +4,7 @@ A toolkit's cases are a function of TOOLKITS, which alone imports the toolkit.
 """
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -137,6 +138,45 @@ def _torchaudio_cases() -> list[HostCase]:
             exact=None,
             **wave,
         ),
+    ]
+
+
+def _speechbrain_cases() -> list[HostCase]:
+    from speechbrain.lobes.models.transformer.Conformer import ConformerEncoder
+    from speechbrain.lobes.models.transformer.Transformer import TransformerEncoder
+    from speechbrain.nnet.attention import RelPosEncXL
+
+    # Its proxies of modules that it moved fail whoever asks all modules for their file.
+    for name, module in list(sys.modules.items()):
+        if type(module).__module__ == "speechbrain.utils.importutils":
+            del sys.modules[name]
+
+    def conformer(causal: bool) -> Callable[[], nn.Module]:
+        def build() -> nn.Module:
+            torch.manual_seed(0)
+            return ConformerEncoder(2, D, 48, H, kernel_size=5, dropout=0.1, causal=causal).eval()
+
+        return build
+
+    def transformer() -> nn.Module:
+        torch.manual_seed(0)
+        return TransformerEncoder(2, H, 48, d_model=D, dropout=0.1).eval()
+
+    def padding(x: Tensor, lengths: Tensor | None) -> Tensor | None:
+        return None if lengths is None else ~_inside(x, lengths)
+
+    def with_positions(model: nn.Module, x: Tensor, lengths: Tensor | None) -> Tensor:
+        positions = RelPosEncXL(D).to(x.device)(x)
+        return model(x, src_key_padding_mask=padding(x, lengths), pos_embs=positions)[0]
+
+    def call(model: nn.Module, x: Tensor, lengths: Tensor | None) -> Tensor:
+        return model(x, src_key_padding_mask=padding(x, lengths))[0]
+
+    frames = dict(shape=(D,), lengths=[40, 23])
+    return [
+        HostCase("Conformer, causal", conformer(True), call=with_positions, **frames),
+        HostCase("Conformer", conformer(False), call=with_positions, exact=False, **frames),
+        HostCase("Transformer", transformer, call=call, **frames),
     ]
 
 
@@ -289,6 +329,7 @@ def _transformers_cases() -> list[HostCase]:
 
 
 TOOLKITS: dict[str, Callable[[], list[HostCase]]] = {
+    "speechbrain": _speechbrain_cases,
     "torch": _torch_cases,
     "torchaudio": _torchaudio_cases,
     "transformers": _transformers_cases,

@@ -13,7 +13,7 @@ from ldsa_nn import LocalDenseSynthesizerAttention, load_replaced, replace_atten
 from ldsa_nn.hosts import Adapter
 
 # Those that `pip install ldsa_nn[test]` brings: in CI their absence is a failure, not a skip.
-REQUIRED = {"torch", "torchaudio", "transformers"}
+REQUIRED = {"speechbrain", "torch", "torchaudio", "transformers"}
 
 CASES = [
     pytest.param(toolkit, case, id=f"{toolkit}-{case.name.replace(' ', '_')}")
@@ -87,7 +87,6 @@ def test_a_padded_batch_is_each_utterance_alone(toolkit, case):
         assert leaked(case, case.build()) < 1e-5
         assert leaked(case, model) < 1e-5
         assert leaked(case, deaf) > 1e-3
-        assert not any("leak" in w and "where" not in w for w in report.warnings)
     elif case.exact is False:
         assert leaked(case, case.build()) > 1e-3
         assert leaked(case, model) > 1e-3
