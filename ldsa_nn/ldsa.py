@@ -136,6 +136,7 @@ class LocalDenseSynthesizerAttention(nn.Module):
         self.edge = edge
         self.honor_mask = honor_mask
         self.implementation = implementation
+        self.grouped_w2 = grouped_w2
         self.w1 = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
         self.w2: nn.Linear | nn.Conv1d
         if grouped_w2:
@@ -148,17 +149,16 @@ class LocalDenseSynthesizerAttention(nn.Module):
         self.w3 = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
         self.w_out = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
 
-    @property
-    def grouped_w2(self) -> bool:
-        """Whether w2 is per head."""
-        return isinstance(self.w2, nn.Conv1d)
-
     def _logits(self, query: Tensor) -> Tensor:
         """Attention logits [B,H,W,T] of query [B,T,D], as a view of what the product wrote."""
         batch, frames, _ = query.shape
         hidden = F.relu(self.w1(query))
-        if isinstance(self.w2, nn.Linear):
+        # Asked of the option, not of w2: what wraps a linear layer (LoRA) need not be one.
+        if not self.grouped_w2:
             return self.w2(hidden).view(batch, frames, self.n_head, self.window).permute(0, 2, 3, 1)
+        if not isinstance(self.w2, nn.Conv1d):  # its weight is then not all that it computes
+            logits = self.w2(hidden.transpose(1, 2))
+            return logits.reshape(batch, self.n_head, self.window, frames)
         # One batched product over the heads; a convolution of width 1 would transpose its input.
         head_dim = self.n_feat // self.n_head
         weight = self.w2.weight.view(self.n_head, self.window, head_dim)
