@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ldsa_nn import hosts
-from ldsa_nn.ldsa import LocalDenseSynthesizerAttention
+from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
 
 # What looks like an attention: by the last part of its class's name, or by its name in the model.
 _ATTENTION_CLASS = re.compile(r"(Attention|MHA)(XL|\d*)$")
@@ -71,6 +71,7 @@ class _Other(NamedTuple):
 
 # A setting of an attribute of a module: (module, name, value).
 _Change = tuple[nn.Module, str, Any]
+_ABSENT = object()  # the value of an attribute that is not the module's own, but its class's
 
 
 def replace_attention(
@@ -211,7 +212,9 @@ def _replace(
         key = id(slot.old), before, after
         if key not in adapters:
             layer, notes = _build(slot, before, after, make, init_from_old, layer_options)
-            adapters[key] = slot.host.adapter(slot.old, layer, before, after)
+            # A layer of make may have a window of its own, and that is what the adapter checks.
+            window = getattr(layer, "left", before), getattr(layer, "right", after)
+            adapters[key] = slot.host.adapter(slot.old, layer, *window)
             adapters[key].train(slot.old.training)
             warnings += notes
         changes.append((slot.parent, slot.host.attribute, adapters[key]))
@@ -403,6 +406,11 @@ def _build(
             )
         layer.to(device=device, dtype=dtype)
     notes = []
+    if isinstance(layer, HybridAttention):
+        notes.append(
+            f"{slot.path}: HybridAttention attends to the whole sequence, with right=0 too: causal "
+            "and chunk masks have no effect on it, and a stream does not equal the whole"
+        )
     if init_from_old:
         pairs: list[tuple[Any, Tensor, Tensor | None]] = [
             (getattr(layer, "w3", None), old.value_weight, old.value_bias),
@@ -435,11 +443,16 @@ def _copy(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _apply(changes: list[_Change]) -> list[_Change]:
-    """Set the attributes; returns what sets them back."""
-    undo = [(module, name, getattr(module, name)) for module, name, _ in reversed(changes)]
+    """Set the attributes, or take off those set to _ABSENT; returns what undoes it."""
+    undo = []
     for module, name, value in changes:
-        setattr(module, name, value)
-    return undo
+        own = name in module.__dict__ or name in module._modules
+        undo.append((module, name, getattr(module, name) if own else _ABSENT))
+        if value is _ABSENT:
+            delattr(module, name)
+        else:
+            setattr(module, name, value)
+    return undo[::-1]
 
 
 def _with_tied(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ and its calls; an installed toolkit comes before them.
 """
 
 import copy
+import inspect
 import math
 import pickle
 
@@ -155,6 +156,25 @@ class Battery:
         hook.remove()
         arguments, options = tree_map_only(torch.Tensor, lambda x: x.to("meta"), calls[0])
         adapter.to("meta")(*arguments, **options)
+
+    def test_masks_of_another_shape_or_kind_are_refused(self):
+        model, calls = self.replaced(), []
+        adapter = model.get_submodule(self.paths[0])
+        hook = adapter.register_forward_pre_hook(
+            lambda _, arguments, options: calls.append((arguments, options)), with_kwargs=True
+        )
+        self.run(model, *batch())
+        hook.remove()
+        arguments, options = calls[0]
+        given = inspect.signature(adapter.forward).bind(*arguments, **options).arguments
+        (name,) = [name for name in given if "mask" in name and given[name] is not None]
+        mask = given[name]
+        for wrong in (mask[..., :-1], mask[:1], mask.flatten()[:T], mask.flatten()[0]):
+            with pytest.raises(ValueError, match="shape"):
+                adapter(**{**given, name: wrong})
+        for wrong in ("mask", [True], T):
+            with pytest.raises(TypeError, match=r"mask must be a .*tensor.*, got (str|list|int)"):
+                adapter(**{**given, name: wrong})
 
     def test_one_layer_alone(self):
         model = self.original()

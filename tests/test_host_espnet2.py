@@ -127,6 +127,9 @@ def test_the_call_and_what_it_returns():
         assert torch.equal(call(mask & chunks & mask.transpose(1, 2)), out)
         free = torch.ones(2, 1, 5, dtype=torch.bool)
         assert torch.equal(call(None), call(free))
+        # An additive mask would be read as its opposite.
+        with pytest.raises(TypeError, match=r"nonzero = keep, got torch\.float32"):
+            call(torch.zeros(2, 1, 5).masked_fill(~mask, -torch.inf))
     with pytest.raises(TypeError, match="window"):
         absolute(x, x, x, mask, window=3)
     with pytest.raises(ValueError, match=r"cached step .*right=0, got right=2"):

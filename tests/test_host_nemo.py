@@ -134,6 +134,8 @@ def test_the_call_and_what_it_returns():
     assert cache.shape == (2, 8, D) and torch.equal(cache[:, 3:], x)
     integers = torch.zeros(2, 5, 5, dtype=torch.int64)
     assert torch.equal(attention(query=x, key=x, value=x, mask=integers, cache=None), out)
+    with pytest.raises(TypeError, match=r"nonzero = masked, got torch\.float32"):
+        attention(query=x, key=x, value=x, mask=integers.float(), cache=None)
     with pytest.raises(TypeError, match="pad_mask"):
         attention(query=x, key=x, value=x, pad_mask=None)
     local = TestLocal().replaced(right=0).layers[0].self_attn
@@ -165,6 +167,7 @@ def test_a_failed_load_leaves_the_model_as_it_was():
         load_replaced(model, {})
     assert [layer.self_attn for layer in model.layers] == old
     assert model.change_attention_model.__func__ is ConformerEncoder.change_attention_model
+    assert "change_attention_model" not in vars(model)
 
 
 def test_nemo_without_its_speech_models_is_left_alone(monkeypatch):

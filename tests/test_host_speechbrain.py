@@ -196,6 +196,12 @@ def test_the_call_and_what_it_returns():
         attention(x, x, x, attn_mask=far.triu(2) | torch.ones_like(far).triu(2))
     with pytest.raises(TypeError, match="window"):
         attention(x, x, x, window=3)
+    for wrong in (free[0], free[:-1], free[None, None]):
+        with pytest.raises(ValueError, match=rf"attn_mask must have shape .*T={T}, got \["):
+            attention(x, x, x, attn_mask=wrong)
+    for wrong in (far.long(), far.tolist()):
+        with pytest.raises(TypeError, match=r"attn_mask must be .*, got (torch\.int64|list)"):
+            attention(x, x, x, attn_mask=wrong)
     padding = torch.zeros(2, T, dtype=torch.bool)
     padding[0, 5] = True
     with pytest.raises(ValueError, match="holes in sequence 0"):

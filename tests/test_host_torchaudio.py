@@ -249,13 +249,12 @@ def test_pretrained_weights_come_first():
     assert all(torch.equal(other.state_dict()[name], value) for name, value in pretrained.items())
 
 
-@pytest.mark.parametrize(("training", "backend"), [(True, "aot_eager"), (False, "eager")])
-def test_layers_compile_whole(training, backend):
+def test_layers_compile_whole():
     # The Conformer itself reads lengths.max() back and so breaks the graph before its layers.
     torch._dynamo.reset()
-    model = replaced().train(training)
+    model = replaced().train()
     layer = model.conformer_layers[0]
-    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, dynamic=True, backend="eager")
     for frames in (5, 30, 31):
         x = torch.randn(frames, 2, D)
         padding = torch.arange(frames) >= torch.tensor([frames, 3])[:, None]

@@ -412,6 +412,19 @@ def test_make():
     assert model.layers[0].self_attn.layer.seen[1][3:] == (None, None)
 
 
+def test_the_window_of_a_layer_of_make_is_its_own():
+    def make(path, old, n_head, n_feat, left, right):
+        return LocalDenseSynthesizerAttention(n_head, n_feat, left=4, right=1)
+
+    model = encoder(1).eval()
+    replace_attention(model, left=2, right=0, make=make)
+    adapter = model.layers[0].self_attn
+    assert (adapter.left, adapter.right) == (4, 1)
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    with pytest.raises(ValueError, match="right=1"):
+        model(torch.randn(2, 5, D), mask=causal, is_causal=True)
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 def test_make_with_layers_of_this_package(grouped):
     def make(path, old, n_head, n_feat, left, right):
@@ -422,7 +435,9 @@ def test_make_with_layers_of_this_package(grouped):
         )
 
     model = encoder(2).eval()
-    replace_attention(model, left=2, right=1, make=make)
+    report = replace_attention(model, left=2, right=1, make=make)
+    whole = [warning for warning in report.warnings if "the whole sequence" in warning]
+    assert len(whole) == 1 and whole[0].startswith("layers.0.self_attn: HybridAttention")
     x = torch.randn(2, 8, D)
     padding = torch.zeros(2, 8, dtype=torch.bool)
     padding[1, :3] = True

@@ -104,6 +104,8 @@ class Adapter(nn.Module):
             )
         drop = max(past - self.left, 0)
         value = value[:, drop:]
+        if keep is not None and keep.dim() != 2:
+            raise ValueError(f"a mask of keys must have shape [B,T], got {list(keep.shape)}")
         keep = None if keep is None else keep[:, drop:]
         past -= drop
         if past:
@@ -111,13 +113,27 @@ class Adapter(nn.Module):
         out = self.layer(query, value, value, mask=keep, lengths=None)
         return out[:, past:]
 
-    def check_ahead(self, attn_mask: Tensor | None) -> None:
+    def check_ahead(self, attn_mask: Tensor | None, frames: int) -> None:
         """Raise where a mask of pairs, [T,T] or [N,T,T], forbids a later frame of the window.
 
-        It may be bool, True = forbidden, or additive. What it forbids of earlier frames stays in
-        the window, as the report warns.
+        It may be bool, True = forbidden, or additive; T is `frames`. What it forbids of earlier
+        frames stays in the window, as the report warns.
         """
-        if attn_mask is None or self.right == 0:
+        if attn_mask is None:
+            return
+        if not isinstance(attn_mask, Tensor):
+            raise TypeError(f"attn_mask must be a tensor, got {type(attn_mask).__name__}")
+        if attn_mask.dtype != bool_ and not attn_mask.is_floating_point():
+            raise TypeError(
+                "attn_mask must be bool (True = forbidden) or additive floating point, got "
+                f"{attn_mask.dtype}"
+            )
+        if attn_mask.dim() not in (2, 3) or attn_mask.shape[-2:] != (frames, frames):
+            raise ValueError(
+                f"attn_mask must have shape [T,T] or [N,T,T] with T={frames}, got "
+                f"{list(attn_mask.shape)}"
+            )
+        if self.right == 0:
             return
         advice = f"a causal or chunked host needs a window with right=0, got right={self.right}"
         if compiler.is_compiling():
@@ -231,10 +247,12 @@ def keep_from_padding(mask: Tensor) -> Tensor:
             dtype's minimum, -inf) drops.
 
     Raises:
-        TypeError: another dtype.
+        TypeError: mask is not a tensor or has another dtype.
         ValueError: an additive mask with other values, where that can be seen without synchronising
             (a CPU mask in eager mode).
     """
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor, got {type(mask).__name__}")
     if mask.dtype == bool_:
         return ~mask
     if not mask.is_floating_point():
@@ -289,22 +307,32 @@ def _keep_from_additive(name: str, mask: Tensor) -> Tensor:
     return keep
 
 
-def kept_frames(keep: Tensor, batch: int, frames: int, past: int = 0) -> Tensor:
+def kept_frames(
+    mask: Tensor, batch: int, frames: int, past: int = 0, *, masked: bool = False
+) -> Tensor:
     """The frames that a host's mask of keys or of pairs keeps, without synchronising.
 
     Of a mask of pairs the diagonal counts, because under a causal or chunk mask no row keeps all
     frames; of the past, where there is no diagonal, a frame counts that any row keeps.
 
     Args:
-        keep: bool, True = keep, [B,P+T], [B,1,P+T] or [B,T,P+T].
+        mask: bool or integer, [B,P+T], [B,1,P+T] or [B,T,P+T].
         batch, frames, past: B, T and P that it must have.
+        masked: whether nonzero = masked, else nonzero = keep.
 
     Returns:
-        bool [B,P+T].
+        bool [B,P+T], True = keep.
 
     Raises:
-        ValueError: keep has another shape.
+        TypeError: mask is not a tensor, or it is floating point: a host that has no additive masks
+            may read such as the opposite.
+        ValueError: mask has another shape.
     """
+    if not isinstance(mask, Tensor) or mask.is_floating_point():
+        came = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        meaning = "masked" if masked else "keep"
+        raise TypeError(f"mask must be a bool or integer tensor, nonzero = {meaning}, got {came}")
+    keep = mask == 0 if masked else mask != 0
     whole = past + frames
     shape = tuple(keep.shape)
     if shape == (batch, whole):
