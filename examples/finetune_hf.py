@@ -14,6 +14,7 @@ again with `ldsa_nn.load_replaced`, to the same logits.
 import argparse
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ try:
     import jiwer
     import transformers
     from tqdm import tqdm
-    from transformers import AutoModelForCTC, Trainer, TrainingArguments
+    from transformers import AutoModelForCTC, Trainer, TrainerCallback, TrainingArguments
 except ImportError as error:
     raise ImportError(f"{error}: run pip install 'ldsa_nn[examples]'") from error
 
@@ -131,6 +132,21 @@ class Collate:
         return {**batch, "labels": padded}
 
 
+class Deadline(TrainerCallback):
+    """Ends the training after some minutes."""
+
+    def __init__(self, minutes: float) -> None:
+        """minutes: from the first batch on."""
+        self.minutes = minutes
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.end = time.monotonic() + 60 * self.minutes
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if time.monotonic() >= self.end:
+            control.should_training_stop = True
+
+
 @torch.inference_mode()
 def transcribe(
     model: nn.Module, examples: Examples, collate: Collate, vocabulary: str, label: str
@@ -188,6 +204,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     add("--right", type=from_0, default=10, help="frames after it")
     add("--steps", type=count, default=3000, help="batches to train on")
+    add("--minutes", type=positive, help="end after these, if that is before --steps are done")
     add("--batch", type=count, default=8, help="utterances in a batch")
     add("--lr", type=positive, help="peak; not given: 2e-3 (tiny), 3e-4 (base) or 1e-4 (--model)")
     add("--seed", type=from_0, default=0, help=" ")
@@ -246,6 +263,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         data_collator=collate,
         train_dataset=splits["train"],
         processing_class=extractor,
+        callbacks=[Deadline(args.minutes)] if args.minutes else None,
     )
     seconds = trainer.train().metrics["train_runtime"]
 
@@ -270,7 +288,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "window": [args.left, args.right],
         "vocabulary": vocabulary,
         "parameters": parameters,
-        "steps": args.steps,
+        "steps": trainer.state.global_step,
         "minutes": round(seconds / 60, 2),
         "held_out": scores,
     }

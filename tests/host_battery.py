@@ -12,6 +12,7 @@ import pickle
 
 import pytest
 import torch
+from host_cases import HostCase
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -189,6 +190,14 @@ class Battery:
         old.__class__ = type("Mine", (type(old),), {})
         with pytest.raises(ValueError, match=f"{name}.*Mine"):
             replace_attention(model)
+
+
+def host_cases(rows):
+    """The batteries in a test file's ROWS, {name in the README's table: (battery, its stream)}."""
+    return [
+        HostCase(name, kind().original, (D,), [T, 13], kind().run, streamed=streamed)
+        for name, (kind, streamed) in rows.items()
+    ]
 
 
 class ModuleBattery(Battery):

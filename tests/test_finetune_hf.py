@@ -55,6 +55,7 @@ def test_a_run_leaves_a_model_that_loads(few, tmp_path, capsys):
     assert "note: transformers: from_pretrained" in printed
     assert "test, text and transcript:" in printed
     assert results["held_out"]["test"]["utterances"] == 6
+    assert results["steps"] == 3
     assert json.loads((tmp_path / "out" / "results.json").read_text()) == results
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     model = transformers.AutoModelForCTC.from_config(config)
@@ -84,6 +85,10 @@ def test_a_pretrained_model_is_fine_tuned(few, tmp_path):
     assert torch.equal(state[frozen], original.state_dict()[frozen])
     moved = "wav2vec2.encoder.layers.0.attention.v_proj.weight"
     assert not torch.equal(state[moved], original.state_dict()[moved])
+
+
+def test_minutes_end_the_training(few, tmp_path):
+    assert run(few, tmp_path / "out", "--minutes", "1e-9")["steps"] == 1
 
 
 def test_bad_input_is_an_error_without_traceback(few, tmp_path):

@@ -79,6 +79,15 @@ def stream(model, x, chunk, ahead=0):
     return torch.cat(outs, 1)
 
 
+@torch.no_grad()
+def streamed(kind=TestRelative, style="chunked_limited", context=(8, 3), chunk=4, edge="zero"):
+    """Frames of a stream, and of the whole."""
+    model = streaming(kind, style, context, edge=edge)
+    x, _ = batch()
+    whole = kind().run(model, x, torch.full((x.shape[0],), T))
+    return stream(model, x, chunk), whole
+
+
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])
 @pytest.mark.parametrize(
     ("style", "context", "chunk"),
@@ -92,10 +101,15 @@ def stream(model, x, chunk, ahead=0):
     ],
 )
 def test_streamed_equals_offline(edge, style, context, chunk):
-    model = streaming(TestRelative, style, context, edge=edge)
-    x, _ = batch()
-    whole = TestRelative().run(model, x, torch.full((x.shape[0],), T))
-    torch.testing.assert_close(stream(model, x, chunk), whole, atol=1e-6, rtol=1e-5)
+    both = streamed(TestRelative, style, context, chunk, edge)
+    torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
+
+
+ROWS = {
+    "Conformer, rel_pos": (TestRelative, streamed),
+    "Conformer, abs_pos": (TestAbsolute, lambda: streamed(TestAbsolute)),
+    "Conformer, rel_pos_local_attn": (TestLocal, None),
+}
 
 
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])

@@ -2,12 +2,17 @@
 
 import copy
 import importlib.util
+import sys
 
 import pytest
 import torch
 from conftest import CI, ROOT
 from host_cases import TOOLKITS, D, H, calls, leaked
 from torch import nn
+
+sys.path.insert(0, str(ROOT / "examples"))
+
+import bench_hosts
 
 from ldsa_nn import LocalDenseSynthesizerAttention, load_replaced, replace_attention
 from ldsa_nn.hosts import Adapter
@@ -221,7 +226,10 @@ def test_on_a_gpu(toolkit, case):
     torch.testing.assert_close(out[-1, :length].cpu(), expected[-1, :length], atol=1e-3, rtol=1e-2)
 
 
-@each_host
-def test_the_readme_has_every_host(toolkit, case):
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert (f"| {toolkit} | {case.name} |" in readme) == case.shown
+def test_the_readme_has_every_host():
+    rows = [f"| {toolkit} | {case.name} |" for toolkit, case in bench_hosts.cases() if case.shown]
+    _, _, table = (ROOT / "README.md").read_text(encoding="utf-8").partition(bench_hosts.MARKS[0])
+    lines = table.partition(bench_hosts.MARKS[1])[0].splitlines()
+    assert [row for row in rows if not any(line.startswith(row) for line in lines)] == []
+    if not {"speechbrain", "torchaudio", "transformers"} - set(bench_hosts.present()):
+        assert sum(line.startswith("| ") for line in lines) == len(rows) + 1
