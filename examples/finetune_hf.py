@@ -221,6 +221,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     torch.set_num_threads(args.threads)
     transformers.set_seed(args.seed)
     try:
+        if args.model is not None:  # before the data, which takes longer
+            transformers.AutoConfig.from_pretrained(args.model)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"--model {args.model} cannot be opened: {error}") from error
+    try:
         corpus: Corpus = read_manifest(args.data) if args.data else read_synthetic(seed=args.seed)
         vocabulary = "".join(sorted({c for u in corpus["train"] for c in u.text}))
         model, extractor = open_model(args, vocabulary)
