@@ -62,6 +62,7 @@ class _Softmax(torch.autograd.Function):
         weights = (x - top).masked_fill_(x == top, 0.0).exp_()
         total = weights.sum(dim, keepdim=True)
         weights /= torch.where(top == -torch.inf, torch.inf, total)
+        weights = weights.detach()  # see below
         ctx.dim = dim
         ctx.save_for_backward(weights)
         return weights
@@ -75,7 +76,9 @@ class _Softmax(torch.autograd.Function):
 
 # The weighted sum over the window and its two derivatives. Each of the three is linear in both of
 # its inputs, and has the other two as derivatives, which gives derivatives of every order. They are
-# functions of their own because they add up in place, where autograd would keep every term.
+# functions of their own because they add up in place, where autograd would keep every term. Their
+# results are detached because torch.compile of PyTorch 2.11 drops the gradient of a result that was
+# last changed in place.
 
 
 class _WindowSum(torch.autograd.Function):
@@ -89,7 +92,7 @@ class _WindowSum(torch.autograd.Function):
         out = values.narrow(time, 0, n_frames) * weights.narrow(channel, 0, 1)
         for k in range(1, window):
             out.addcmul_(values.narrow(time, k, n_frames), weights.narrow(channel, k, 1))
-        return out
+        return out.detach()
 
     @staticmethod
     def backward(ctx, grad):
@@ -146,7 +149,7 @@ class _WindowSpread(torch.autograd.Function):
             at = time, window - 1 - k, n_frames + window - 1
             term = x.narrow(*at), weights.narrow(channel, k, 1).narrow(*at)
             out = term[0] * term[1] if k == 0 else out.addcmul_(*term)
-        return out
+        return out.detach()
 
     @staticmethod
     def backward(ctx, grad):
