@@ -37,7 +37,7 @@ TRAIN = "train one with: python examples/train_ctc.py --encoder streaming"
 
 
 class FeatureStream:
-    """LogMel's frames of a running stream: however its samples are split, the utterance's frames."""
+    """LogMel's frames of a running stream: those of the utterance, however its samples are split."""
 
     def __init__(self, logmel: LogMel) -> None:
         self.logmel = logmel
@@ -107,10 +107,7 @@ class StreamBatch:
         by_row = [features.get(row, none) for row in range(len(self.features))]
         lengths = torch.tensor([len(x) for x in by_row])
         if not lengths.any():  # a step takes one frame at least
-            return {
-                row: self.model.head.bias.new_zeros(0, len(self.model.head.bias))
-                for row in features
-            }
+            return {row: none.new_zeros(0, self.model.head.out_features) for row in features}
         padded = pad_sequence(by_row, batch_first=True)
         out, out_lengths, self.state = self.model.encoder.step(padded, self.state, lengths)
         logits = self.model.head(out)
@@ -180,17 +177,15 @@ class Transcript:
         text = greedy_text(whole.argmax(-1).tolist(), self.greedy.vocabulary)
         streamed = torch.cat(self.logits)
         if streamed.shape != whole.shape:
-            difference = f"{len(streamed)} frames streamed and {len(whole)} offline"
+            difference = f"{len(streamed)} frames streamed and {len(whole)} at once"
         else:
             most = (streamed - whole).abs().max().item()
             difference = f"{len(whole)} frames, logits differ by at most {most:.1e}"
-        same = text == self.text and streamed.shape == whole.shape
-        note(
-            f"check: streamed against offline: {difference}, texts {'equal' if same else 'DIFFER'}"
-        )
-        if not same:
-            note(f"  streamed: {self.text}\n  offline:  {text}")
-        return same
+        texts = "equal" if text == self.text else "DIFFER"
+        note(f"check: {self.name}, streamed against whole: {difference}, texts {texts}")
+        if text != self.text:
+            note(f"  streamed: {self.text}\n  whole:    {text}")
+        return text == self.text and streamed.shape == whole.shape
 
 
 def chunks_of_file(path: str, size: int, repeat: int) -> Iterator[Tensor]:
@@ -214,13 +209,17 @@ def chunks_of_stdin(size: int) -> Iterator[Tensor]:
 
 def check_file(path: str) -> None:
     """Refuse a file that cannot be streamed, before anything is."""
+    if not Path(path).is_file():
+        raise SystemExit(f"there is no file {path}")
     try:
-        rate = soundfile.info(path).samplerate
+        info = soundfile.info(path)
     except (OSError, soundfile.LibsndfileError) as error:
         raise SystemExit(f"cannot read {path}: {error}") from error
-    if rate != SAMPLE_RATE:
+    if not info.frames:
+        raise SystemExit(f"{path} is empty: expected at least one sample")
+    if info.samplerate != SAMPLE_RATE:
         raise SystemExit(
-            f"{path} has {rate} samples a second, expected {SAMPLE_RATE}: convert it, for example"
+            f"{path} has {info.samplerate} samples a second, expected {SAMPLE_RATE}: convert it, for example"
             f" with: ffmpeg -i {path} -ar {SAMPLE_RATE} -ac 1 16k.wav"
         )
 
@@ -299,7 +298,7 @@ def stream_one(
             memory = memory or resident_mb()
     except KeyboardInterrupt:
         stopped = True
-        if not transcript.heard:
+        if not spent:
             return 130
     timed(lambda: streams.leave(row))
     show("")
@@ -313,9 +312,8 @@ def stream_one(
     note(f"final text: {1000 * (ready - length):.1f} ms after the last sample")
     note(f"real-time factor: {work / length:.4f} ({work:.2f} s of work)")
     per_chunk = [1000 * s for s in spent[:-1]]
-    note(
-        f"time per chunk: median {statistics.median(per_chunk):.2f} ms, most {max(per_chunk):.2f} ms"
-    )
+    median = statistics.median(per_chunk)
+    note(f"time per chunk: median {median:.2f} ms, most {max(per_chunk):.2f} ms")
     if args.repeat > 1:
         tenth = max(1, len(per_chunk) // 10)
         early, late = (statistics.median(s) for s in (per_chunk[:tenth], per_chunk[-tenth:]))
@@ -371,25 +369,22 @@ def stream_batch(
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("audio", nargs="+", help="WAV or FLAC; -: raw 16-bit 16 kHz mono from standard input")
     add("--checkpoint", type=Path, required=True, help="of train_ctc.py --encoder streaming")
-    add("--chunk-ms", type=int, default=160, help="audio in a step, from 40 to 320")
+    add("--chunk-ms", type=int, default=160, help="audio in a step, 40 to 320 (default 160)")
     add(
         "--check",
         action=argparse.BooleanOptionalAction,
-        help="compare with the whole utterance at once, which keeps all of it; unless told"
-        " otherwise, of files that are not repeated",
+        help="compare with the whole utterance at once, for which all of it is kept (default: for"
+        " files that are not repeated)",
     )
     add("--repeat", type=int, default=1, help="stream the file so many times, as one stream")
     add("--plot", type=Path, metavar="IMAGE", help="save the time per chunk over the stream")
     add("--batch", action="store_true", help="transcribe several files at the same time")
-    add("--rows", type=int, default=2, help="how many of them, at most, in each step")
-    add("--threads", type=int, default=1, help="CPU threads")
+    add("--rows", type=int, default=2, help="at most so many of them at once (default 2)")
+    add("--threads", type=int, default=1, help="CPU threads (default 1)")
     args = parser.parse_args(argv)
     if not 40 <= args.chunk_ms <= 320:
         parser.error(f"argument --chunk-ms: expected 40 to 320, got {args.chunk_ms}")
