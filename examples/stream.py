@@ -37,7 +37,7 @@ TRAIN = "train one with: python examples/train_ctc.py --encoder streaming"
 
 
 class FeatureStream:
-    """LogMel's frames of a running stream: those of the utterance, however its samples are split."""
+    """LogMel's frames of a running stream: the utterance's, however its samples are split."""
 
     def __init__(self, logmel: LogMel) -> None:
         self.logmel = logmel
@@ -219,8 +219,8 @@ def check_file(path: str) -> None:
         raise SystemExit(f"{path} is empty: expected at least one sample")
     if info.samplerate != SAMPLE_RATE:
         raise SystemExit(
-            f"{path} has {info.samplerate} samples a second, expected {SAMPLE_RATE}: convert it, for example"
-            f" with: ffmpeg -i {path} -ar {SAMPLE_RATE} -ac 1 16k.wav"
+            f"{path} has {info.samplerate} samples a second, expected {SAMPLE_RATE}: convert it,"
+            f" for example with: ffmpeg -i {path} -ar {SAMPLE_RATE} -ac 1 16k.wav"
         )
 
 
