@@ -44,20 +44,21 @@ def noise(samples: int, seed: int = 0) -> torch.Tensor:
     return (9000 * level * tone + 300 * hiss).to(torch.int16)
 
 
-def checkpoint(path: Path, *options: str) -> Path:
-    """An untrained checkpoint whose texts have many letters."""
-    options = vars(train_ctc.parse([*TINY.split(), *options]))
-    model = recogniser.build(options, VOCABULARY)
-    with torch.no_grad():
-        model.head.weight *= 20
-        model.head.bias.zero_()
+def checkpoint(path: Path, *arguments: str) -> Path:
+    """A checkpoint of a model that is not trained, but whose best symbols differ between frames."""
+    options = vars(train_ctc.parse([*TINY.split(), *arguments]))
+    model = recogniser.build(options, VOCABULARY).eval()
     normalisation = {"mean": torch.full((80,), -4.0), "std": torch.full((80,), 2.0)}
-    names = [*train_ctc.BOUND]
+    audio = noise(48_000)
+    features, frames = data.LogMel(**normalisation)(audio[None], torch.tensor([48_000]))
+    with torch.no_grad():
+        logits = model(features, frames)[0]
+        model.head.bias -= logits.mean(0)
     state = {
         "model": model.state_dict(),
         "normalisation": normalisation,
         "vocabulary": VOCABULARY,
-        "options": {name: options[name] for name in names},
+        "options": {name: options[name] for name in train_ctc.BOUND},
     }
     torch.save(state, path)
     return path
