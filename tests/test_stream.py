@@ -28,8 +28,9 @@ VOCABULARY = " ABC"
 
 @pytest.fixture(autouse=True)
 def threads():
-    """The example sets the number of threads of its process, which here is the tests'."""
+    """One, as the example sets it, and then again the number that is the tests'."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -168,7 +169,7 @@ def test_text_that_grows_equals_text_at_once(symbols, drawn):
 def test_streams_that_join_and_leave_equal_streams_alone(recognisers, right):
     """Five streams in two rows, with chunks of different sizes and pauses in between."""
     model, logmel, vocabulary = recognisers[right]
-    audios = [noise(n, seed) for seed, n in enumerate((20_000, 300, 9_000, 16_000, 5_000))]
+    audios = [noise(n, seed) for seed, n in enumerate((9_000, 300, 16_000, 5_000, 12_000))]
     streams = stream.StreamBatch(model, logmel, rows=2)
     waiting = list(enumerate(audios))
     running, logits, used = {}, {i: [] for i in range(5)}, {}
@@ -191,7 +192,7 @@ def test_streams_that_join_and_leave_equal_streams_alone(recognisers, right):
         for row, out in streams.step(chunks).items():
             logits[running[row][0]].append(out)
         tick += 1
-    assert sorted(map(len, used.values())) == [2, 3]
+    assert sorted(map(len, used.values())) == [2, 3]  # both rows are reset
     for i, audio in enumerate(audios):
         alone, text = streamed(recognisers[right], audio, [700 + 400 * i] * (len(audio) // 700))
         together = torch.cat(logits[i])
