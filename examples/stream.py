@@ -328,11 +328,13 @@ def stream_one(
 
 
 def stream_batch(
-    waiting: list[Transcript], model: StreamingRecogniser, logmel: LogMel, args: argparse.Namespace
+    transcripts: list[Transcript],
+    model: StreamingRecogniser,
+    logmel: LogMel,
+    args: argparse.Namespace,
 ) -> int:
     """Transcribe several files that start one after another, `rows` at a time; the exit status."""
-    transcripts = list(waiting)
-    waiting = list(waiting)
+    waiting = list(transcripts)
     streams = StreamBatch(model, logmel, args.rows)
     running: dict[int, Transcript] = {}
     work, tick, stopped = 0.0, 0, False
