@@ -115,15 +115,19 @@ class StreamingRecogniser(nn.Module):
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Args and logits as Recogniser's."""
-        return self.head(self.encoder(features, lengths)[0])
+        frames = stacked(features.shape[1])
+        # Two frames more than are wanted: Inductor must see for every length that there is more
+        # than one.
+        features = functional.pad(features, (0, 0, 0, STACK + 1))
+        return self.head(self.encoder(features, lengths)[0][:, :frames])
 
 
 AnyRecogniser = Recogniser | StreamingRecogniser
 
 
-def stacked(lengths: Tensor) -> Tensor:
+def stacked(lengths: Tensor | int) -> Tensor | int:
     """Log-mel frames -> model frames."""
-    return (lengths + STACK - 1).div(STACK, rounding_mode="floor")
+    return (lengths + STACK - 1) // STACK
 
 
 def build(options: dict[str, Any], vocabulary: str) -> AnyRecogniser:
@@ -207,7 +211,7 @@ def attention_weights(
     positional, named = inputs[0]
     named = {**named, "need_weights": True}
     if local is not None:
-        return layer(*positional, **named)[1][0].mT
+        return layer(*positional, **named)[1][0].mT[:, :, : stacked(features.shape[1])]
     weights = layer(*positional, **named, average_attn_weights=False)[1][0]  # [H, T, T]
     frames = torch.arange(weights.shape[1], device=weights.device)
     slots = frames[:, None] + torch.arange(left + 1 + right, device=weights.device)
