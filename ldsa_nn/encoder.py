@@ -164,12 +164,12 @@ class _Block(nn.Module):
         return getattr(self.attention, "delay", 0)
 
     def _first(self, x: Tensor, dropout_p: float) -> Tensor:
-        return x if self.ffn1 is None else x + 0.5 * self.ffn1(x, dropout_p)
+        return x if self.ffn1 is None else torch.add(x, self.ffn1(x, dropout_p), alpha=0.5)
 
     def _last(self, x: Tensor, dropout_p: float) -> Tensor:
         if self.norm is None:
             return x + self.ffn2(x, dropout_p)
-        return self.norm(x + 0.5 * self.ffn2(x, dropout_p))
+        return self.norm(torch.add(x, self.ffn2(x, dropout_p), alpha=0.5))
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """x [B,T,D] -> [B,T,D]; frames beyond lengths are finite and mean nothing."""
@@ -196,7 +196,7 @@ class _Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, BlockState]:
         """A chunk [B,T,D] -> ([B,T,D], how many of its frames are real, the new state)."""
         x = self._first(x, 0.0)
-        y, attention = self.attention.step(self.attention_norm(x), state.attention, lengths)
+        y, attention = self.attention._step(self.attention_norm(x), state.attention, lengths)
         delayed: tuple[Tensor, ...] = ()
         if self.delay:
             residual, before = state.delayed
@@ -455,8 +455,12 @@ class ConformerEncoder(nn.Module):
         for stage, held in zip(self.subsample, state.subsampling, strict=True):
             x, kept = stage.step(x, held, before, lengths)
             stages.append(kept)
-            after, before = (before + came + 1) // 2, (before + 1) // 2
-            came = lengths = after - before
+            if lengths is None and _even(came):
+                # Half of them are due, whatever the parity of the frames before.
+                before, came = (before + 1) // 2, came // 2
+            else:
+                after, before = (before + came + 1) // 2, (before + 1) // 2
+                came = lengths = after - before
         x = self.project(x)
         for layer, block in zip(self.layers, state.blocks, strict=True):
             x, lengths, block = layer.step(x, block, lengths)
@@ -493,6 +497,15 @@ def _inside(features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     lengths = chunk_lengths(lengths, features.shape[1], features.device)
     inside = frames_inside(lengths, None, features.shape[1], features.device)
     return torch.where(inside[:, :, None], features, 0.0), lengths
+
+
+def _even(frames: int) -> bool:
+    """Whether a count is even; of a graph for any count it is not known, and none is ruled out."""
+    if not torch.compiler.is_compiling():
+        return frames % 2 == 0
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(frames % 2 == 0)
 
 
 def _for_each(name: str, value: Any, num_layers: int) -> tuple[Any, ...]:

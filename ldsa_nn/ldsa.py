@@ -288,16 +288,21 @@ class LocalDenseSynthesizerAttention(nn.Module):
             ValueError, TypeError: x, state or lengths has the wrong shape, dtype or device.
         """
         state = check_chunk("x", x, self.n_feat, self, state, self.w3.weight, lengths)
+        if lengths is not None:
+            lengths = chunk_lengths(lengths, x.shape[1], x.device)
+        return self._step(x, state, lengths)
+
+    def _step(
+        self, x: Tensor, state: LdsaState, lengths: Tensor | None
+    ) -> tuple[Tensor, LdsaState]:
+        """`step` of what has been checked, with lengths as `chunk_lengths` gives them."""
         batch, frames, _ = x.shape
         kept, head_dim = self._kept, self.n_feat // self.n_head
         value = self.w3(x).view(batch, frames, self.n_head, head_dim).to(state.value.dtype)
         logits = self._logits(x).permute(0, 3, 1, 2).to(state.logits.dtype)
         value = torch.cat([state.value, value], 1)
         logits = torch.cat([state.logits, logits], 1)
-        ends = None
-        if lengths is not None:
-            lengths = chunk_lengths(lengths, frames, x.device)
-            ends = kept + lengths
+        ends = None if lengths is None else kept + lengths
         first = kept - self.right  # the place of y[:, 0]
         y = self._attend(LdsaState(logits, value, state.start), ends, first, frames)
         if self.w_out.bias is not None or (self.right > 0 and lengths is not None):
