@@ -5,7 +5,7 @@ from torch.nn.functional import dropout, pad
 
 from .checks import check_inputs, check_window
 
-__all__ = ["eager_ldsa", "eager_weights", "ldsa_weights", "memory_order"]
+__all__ = ["eager_ldsa", "eager_ldsa_at", "eager_weights", "ldsa_weights", "memory_order"]
 
 
 def memory_order(x):
@@ -250,3 +250,41 @@ def eager_ldsa(a_logits, v, left, right, *, lengths=None, starts=None, edge="zer
         # Weights are 0 there already; this keeps a NaN in grad_output from coming back.
         out = torch.where(inside[:, None, None].permute(order), out, 0.0)
     return out.to(v.dtype).permute([order.index(d) for d in range(4)])
+
+
+# Up to this many products all at once, in two operations, take less time than 2 W small ones.
+_FEW_PRODUCTS = 1 << 16
+
+
+def eager_ldsa_at(a_logits, v, left, right, first, *, ends=None, starts=None, edge="zero"):
+    """`eager_ldsa` at some frames of a buffer, whose windows all lie in the buffer.
+
+    Args:
+        a_logits: [B,H,W,N], of the buffer's frames from `first` on; nothing is checked.
+        v: [B,H,Dh,T], the buffer, channel-last; left <= first <= T - N - right.
+        left, right, edge: as in `eager_ldsa`.
+        ends, starts: int64 [B] or None, in the buffer; frames from ends[b] on are outside.
+
+    Returns:
+        [B,H,Dh,N] in v's dtype, exactly 0 at frames outside.
+    """
+    window, n_frames = a_logits.shape[2:]
+    dtype = _compute_dtype(a_logits, v)
+    inside = frames_inside(ends, starts, v.shape[3], v.device)
+    values, logits, rows = v.permute(0, 3, 1, 2).to(dtype), a_logits.to(dtype), None
+    if inside is not None:
+        values = torch.where(inside[:, :, None, None], values, 0.0)
+        rows = inside.narrow(1, first, n_frames)[:, None, None]
+        logits = torch.where(rows, logits, 0.0)
+        if edge == "renormalize":
+            slots = _slots_inside(inside, left, window, v.shape[3], v.device)
+            logits = torch.where(slots.narrow(3, first, n_frames), logits, -torch.inf)
+    weights = _Softmax.apply(logits, 2).permute(0, 3, 1, 2)
+    values = values.narrow(1, first - left, n_frames + window - 1)
+    if not torch.compiler.is_compiling() and weights.numel() * v.shape[2] <= _FEW_PRODUCTS:
+        windows = values.unfold(1, window, 1).transpose(3, 4)  # [B,N,H,W,Dh]
+        out = (windows * weights.unsqueeze(4)).sum(3)
+    else:
+        out = _WindowSum.apply(weights, values, 3, 1)
+    out = out.permute(0, 2, 3, 1)
+    return (out if rows is None else torch.where(rows, out, 0.0)).to(v.dtype)
