@@ -52,16 +52,20 @@ def _slots_inside(inside, left, window, n_frames, device):
     return (read & within)[:, None]
 
 
-class _Softmax(torch.autograd.Function):
+def _softmax(x, dim):
     """Softmax in which a row of -inf gives zeros and +inf entries share the weight equally."""
+    top = x.amax(dim, keepdim=True)
+    # The top itself is set, not subtracted: inf - inf is no number.
+    weights = (x - top).masked_fill_(x == top, 0.0).exp_()
+    total = weights.sum(dim, keepdim=True)
+    weights /= torch.where(top == -torch.inf, torch.inf, total)
+    return weights
 
+
+class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim):
-        top = x.amax(dim, keepdim=True)
-        # The top itself is set, not subtracted: inf - inf is no number.
-        weights = (x - top).masked_fill_(x == top, 0.0).exp_()
-        total = weights.sum(dim, keepdim=True)
-        weights /= torch.where(top == -torch.inf, torch.inf, total)
+        weights = _softmax(x, dim)
         ctx.dim = dim
         ctx.save_for_backward(weights)
         return weights
@@ -78,18 +82,21 @@ class _Softmax(torch.autograd.Function):
 # functions of their own because they add up in place, where autograd would keep every term.
 
 
-class _WindowSum(torch.autograd.Function):
+def _window_sum(weights, values, channel, time):
     """out[t] = sum_k weights[k, t] values[t + k]; values have W - 1 frames more than weights."""
+    window, n_frames = weights.shape[channel], weights.shape[time]
+    out = values.narrow(time, 0, n_frames) * weights.narrow(channel, 0, 1)
+    for k in range(1, window):
+        out.addcmul_(values.narrow(time, k, n_frames), weights.narrow(channel, k, 1))
+    return out
 
+
+class _WindowSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weights, values, channel, time):
         ctx.dims = channel, time
         ctx.save_for_backward(weights, values)
-        window, n_frames = weights.shape[channel], weights.shape[time]
-        out = values.narrow(time, 0, n_frames) * weights.narrow(channel, 0, 1)
-        for k in range(1, window):
-            out.addcmul_(values.narrow(time, k, n_frames), weights.narrow(channel, k, 1))
-        return out
+        return _window_sum(weights, values, channel, time)
 
     @staticmethod
     def backward(ctx, grad):
@@ -279,12 +286,15 @@ def eager_ldsa_at(a_logits, v, left, right, first, *, ends=None, starts=None, ed
         if edge == "renormalize":
             slots = _slots_inside(inside, left, window, v.shape[3], v.device)
             logits = torch.where(slots.narrow(3, first, n_frames), logits, -torch.inf)
-    weights = _Softmax.apply(logits, 2).permute(0, 3, 1, 2)
+    # Without gradients plain functions: less to call, and TorchScript knows no other.
+    grad = torch.is_grad_enabled() and (a_logits.requires_grad or v.requires_grad)
+    softmax, window_sum = (_Softmax.apply, _WindowSum.apply) if grad else (_softmax, _window_sum)
+    weights = softmax(logits, 2).permute(0, 3, 1, 2)
     values = values.narrow(1, first - left, n_frames + window - 1)
     if not torch.compiler.is_compiling() and weights.numel() * v.shape[2] <= _FEW_PRODUCTS:
         windows = values.unfold(1, window, 1).transpose(3, 4)  # [B,N,H,W,Dh]
         out = (windows * weights.unsqueeze(4)).sum(3)
     else:
-        out = _WindowSum.apply(weights, values, 3, 1)
+        out = window_sum(weights, values, 3, 1)
     out = out.permute(0, 2, 3, 1)
     return (out if rows is None else torch.where(rows, out, 0.0)).to(v.dtype)
