@@ -99,9 +99,10 @@ def _matching(name: str, state: Any, expected: Any, device: torch.device) -> Any
         raise TypeError(f"{name} must be a tensor, got {type(state).__name__}")
     if state.shape != expected.shape:
         raise ValueError(f"{name} must have shape {list(expected.shape)}, got {list(state.shape)}")
-    autocast = expected.is_floating_point() and torch.is_autocast_enabled(device.type)
     if state.dtype != expected.dtype and not (
-        autocast and state.dtype == torch.get_autocast_dtype(device.type)
+        expected.is_floating_point()
+        and torch.is_autocast_enabled(device.type)
+        and state.dtype == torch.get_autocast_dtype(device.type)
     ):
         raise TypeError(f"{name} must have dtype {expected.dtype}, got {state.dtype}")
     if state.device != device:
