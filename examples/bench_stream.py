@@ -4,7 +4,8 @@
 
 Each row is the time of one chunk of 160 ms (16 input frames, 4 after the subsampling) of B streams
 at once, and its real-time factor, that time over 160 ms; the median of rounds that take the rows in
-turn (on a CPU of each round's fastest call, so that other load counts less). Width 256, 4 heads, 12 layers:
+turn (on a CPU of each round's fastest call, so that other load counts less). Width 256, 4 heads, 12
+layers:
 
 - layer: one LocalDenseSynthesizerAttention, left=14, right=0;
 - encoder: ConformerEncoder; compiled: the same under torch.compile;
