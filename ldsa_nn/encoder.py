@@ -510,7 +510,7 @@ def _inside(features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(inside[:, :, None], features, 0.0), lengths
 
 
-def _even(frames: int) -> bool:
+def _even(frames: Any) -> bool:
     """Whether a count is even; of a graph for any count it is not known, and none is ruled out."""
     if not torch.compiler.is_compiling():
         return frames % 2 == 0
