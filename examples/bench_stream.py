@@ -3,9 +3,9 @@
     python examples/bench_stream.py [--device cpu|cuda] [--threads N] [--batch B ...] [--json FILE]
 
 Each row is the time of one chunk of 160 ms (16 input frames, 4 after the subsampling) of B streams
-at once, and its real-time factor, that time over 160 ms. Rounds take the rows in turn; of them the
-median counts on a GPU and the fastest call on a CPU, where other load only ever adds. Width 256, 4
-heads, 12 layers:
+at once, and its real-time factor, that time over 160 ms. Rounds take the rows in turn; their median
+counts on a GPU, on a CPU the fastest call (and of a single thread its processor time), since other
+load only ever adds. Width 256, 4 heads, 12 layers:
 
 - layer: one LocalDenseSynthesizerAttention, left=14, right=0;
 - encoder: ConformerEncoder; compiled: the same under torch.compile;
@@ -85,15 +85,16 @@ def stepping(step, x: Tensor, state):
 
 def seconds(run, cuda: bool, budget: float = 0.3) -> float:
     """Time of a call, in seconds: of many on a GPU their mean, on a CPU that of the fastest."""
+    clock = time.thread_time if torch.get_num_threads() == 1 and not cuda else time.perf_counter
     start, calls = time.perf_counter(), []
     while not calls or time.perf_counter() - start < budget:
         repeat = 50 if cuda else 1  # a queue that keeps the GPU busy
-        before = time.perf_counter()
+        before = clock()
         for _ in range(repeat):
             run()
         if cuda:
             torch.cuda.synchronize()
-        calls.append((time.perf_counter() - before) / repeat)
+        calls.append((clock() - before) / repeat)
     return statistics.mean(calls) if cuda else min(calls)
 
 
