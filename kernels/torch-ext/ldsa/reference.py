@@ -167,6 +167,18 @@ class _WindowSpread(torch.autograd.Function):
         )
 
 
+def _functions(*tensors):
+    """Softmax and window sum: of autograd's functions where these tensors need a gradient.
+
+    Else plain ones, which take fewer calls and which torch.export (not every release traces
+    autograd's with open shapes) and TorchScript can keep.
+    """
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if needed and not torch.compiler.is_exporting():
+        return _Softmax.apply, _WindowSum.apply
+    return _softmax, _window_sum
+
+
 def eager_weights(logits, left, inside, edge):
     """Softmax over the window of [B,H,W,T] logits already in the compute dtype."""
     window, n_frames = logits.shape[2:]
@@ -175,7 +187,7 @@ def eager_weights(logits, left, inside, edge):
     if edge == "renormalize":
         slots = _slots_inside(inside, left, window, n_frames, logits.device)
         logits = torch.where(slots, logits, -torch.inf)
-    weights = _Softmax.apply(logits, 2)
+    weights = _functions(logits)[0](logits, 2)
     if inside is not None:
         weights = torch.where(inside[:, None, None], weights, 0.0)
     return weights
@@ -252,7 +264,7 @@ def eager_ldsa(a_logits, v, left, right, *, lengths=None, starts=None, edge="zer
     time, channel = order.index(3), order.index(2)
     weights, values = weights.permute(order), values.permute(order)
     values = pad(values, [0, 0] * (3 - time) + [left, right])
-    out = _WindowSum.apply(weights, values, channel, time)
+    out = _functions(weights, values)[1](weights, values, channel, time)
     if inside is not None:
         # Weights are 0 there already; this keeps a NaN in grad_output from coming back.
         out = torch.where(inside[:, None, None].permute(order), out, 0.0)
@@ -286,9 +298,7 @@ def eager_ldsa_at(a_logits, v, left, right, first, *, ends=None, starts=None, ed
         if edge == "renormalize":
             slots = _slots_inside(inside, left, window, v.shape[3], v.device)
             logits = torch.where(slots.narrow(3, first, n_frames), logits, -torch.inf)
-    # Without gradients plain functions: less to call, and TorchScript knows no other.
-    grad = torch.is_grad_enabled() and (a_logits.requires_grad or v.requires_grad)
-    softmax, window_sum = (_Softmax.apply, _WindowSum.apply) if grad else (_softmax, _window_sum)
+    softmax, window_sum = _functions(a_logits, v)
     weights = softmax(logits, 2).permute(0, 3, 1, 2)
     values = values.narrow(1, first - left, n_frames + window - 1)
     if not torch.compiler.is_compiling() and weights.numel() * v.shape[2] <= _FEW_PRODUCTS:
