@@ -134,6 +134,11 @@ def onnx_session(module, arguments, shapes, inputs, outputs):
     return run
 
 
+def loaded(program):
+    # The guards of torch 2.9 cannot name the tensors of *state.
+    return program.module(check_guards=torch.__version__ >= (2, 10))
+
+
 class Offline(nn.Module):
     def __init__(self, layer):
         super().__init__()
@@ -193,7 +198,7 @@ def test_exported_layer_step(strict, ragged):
         dynamic_shapes=step_shapes(layer, ragged, FRAMES),
         strict=strict,
     )
-    assert_streams(program.module(), layer, ragged, [1, 4, 20])
+    assert_streams(loaded(program), layer, ragged, [1, 4, 20])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +214,7 @@ def test_exported_encoder_step(strict, ragged, frames):
         dynamic_shapes=step_shapes(encoder, ragged, frames),
         strict=strict,
     )
-    assert_streams(program.module(), encoder, ragged, [8, 8] if frames is None else [8, 24, 12])
+    assert_streams(loaded(program), encoder, ragged, [8, 8] if frames is None else [8, 24, 12])
 
 
 @pytest.mark.parametrize(
