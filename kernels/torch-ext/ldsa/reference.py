@@ -169,6 +169,24 @@ class _WindowSpread(torch.autograd.Function):
         )
 
 
+def _padded_window_sum(weights, values, left, channel, time):
+    """out[t] = sum_k weights[k, t] values[t - left + k], values beyond either end being 0."""
+    needed = torch.is_grad_enabled() and (weights.requires_grad or values.requires_grad)
+    window, n_frames = weights.shape[channel], weights.shape[time]
+    if needed or torch.compiler.is_compiling():
+        around = [0, 0] * (values.dim() - 1 - time) + [left, window - 1 - left]
+        return _functions(weights, values)[1](weights, pad(values, around), channel, time)
+    # The same sums without a padded copy, which would be half of the memory that this takes.
+    out = torch.zeros_like(values)
+    for k in range(window):
+        first, last = max(0, left - k), min(n_frames, n_frames + left - k)
+        if first < last:
+            at = time, first, last - first
+            source = values.narrow(time, first - left + k, last - first)
+            out.narrow(*at).addcmul_(source, weights.narrow(channel, k, 1).narrow(*at))
+    return out
+
+
 def _functions(*tensors):
     """Softmax and window sum: of autograd's functions where these tensors need a gradient.
 
@@ -267,8 +285,7 @@ def eager_ldsa(a_logits, v, left, right, *, lengths=None, starts=None, edge="zer
     order = memory_order(v)
     time, channel = order.index(3), order.index(2)
     weights, values = weights.permute(order), values.permute(order)
-    values = pad(values, [0, 0] * (3 - time) + [left, right])
-    out = _functions(weights, values)[1](weights, values, channel, time)
+    out = _padded_window_sum(weights, values, left, channel, time)
     if inside is not None:
         # Weights are 0 there already; this keeps a NaN in grad_output from coming back.
         out = torch.where(inside[:, None, None].permute(order), out, 0.0)
