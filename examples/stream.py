@@ -231,9 +231,9 @@ def load(path: Path) -> tuple[StreamingRecogniser, LogMel, str]:
     except OSError as error:
         raise SystemExit(f"cannot read --checkpoint {path}: {error.strerror}; {TRAIN}") from error
     except Exception as error:  # unpickling fails on other files in any way
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise SystemExit(
-            f"{path} is no checkpoint of train_ctc.py, or of an earlier version ({why}); {TRAIN}"
+            f"{path} is no checkpoint of train_ctc.py, or of an earlier version "
+            f"({type(error).__name__}); {TRAIN}"
         ) from error
     if not isinstance(model, StreamingRecogniser):
         raise SystemExit(f"{path} holds a torchaudio Conformer, which cannot stream; {TRAIN}")

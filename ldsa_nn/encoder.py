@@ -312,6 +312,10 @@ class ConformerEncoder(nn.Module):
     ) -> None:
         super().__init__()
         sizes = dict(input_dim=input_dim, dim=dim, num_layers=num_layers, ffn_dim=ffn_dim)
+        others = dict(n_head=n_head, conv_kernel=conv_kernel, subsampling=subsampling)
+        for name, size in {**sizes, **others}.items():
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name} must be an int, got {type(size).__name__} {size!r}")
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be >= 1, got {size}")

@@ -177,7 +177,7 @@ def _padded_window_sum(weights, values, left, channel, time):
         around = [0, 0] * (values.dim() - 1 - time) + [left, window - 1 - left]
         return _functions(weights, values)[1](weights, pad(values, around), channel, time)
     # The same sums without a padded copy, which would be half of the memory that this takes.
-    out = torch.zeros_like(values)
+    out = values.new_zeros(values.shape)
     for k in range(window):
         first, last = max(0, left - k), min(n_frames, n_frames + left - k)
         if first < last:
