@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-__all__ = ["check_bound", "eager_ldsa", "eager_ldsa_at", "ldsa_local_attention", "ldsa_weights"]
+__all__ = [
+    "check_bound",
+    "eager_ldsa",
+    "eager_ldsa_at",
+    "ldsa_local_attention",
+    "ldsa_weights",
+    "tiled_delta_rule",
+]
 
 _NAME = "ldsa_nn._ldsa"
 
@@ -114,6 +121,21 @@ if TYPE_CHECKING:
         edge: str = "zero",
     ) -> Tensor: ...
 
+    def tiled_delta_rule(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        scale: float | None = None,
+        initial_state: Tensor | None = None,
+        output_final_state: bool = False,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        implementation: str = "auto",
+    ) -> tuple[Tensor, Tensor | None]: ...
+
     def check_bound(name: str, bound: Tensor | None, batch: int, device: torch.device) -> None: ...
 
 else:
@@ -123,3 +145,4 @@ else:
     eager_ldsa_at = _package.reference.eager_ldsa_at
     ldsa_local_attention = _package.ldsa_local_attention
     ldsa_weights = _package.ldsa_weights
+    tiled_delta_rule = _package.tiled_delta_rule

@@ -9,6 +9,7 @@ from ldsa_nn._kernels import (
     eager_ldsa_at,
     ldsa_local_attention,
     ldsa_weights,
+    tiled_delta_rule,
 )
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ldsa_local_attention",
     "ldsa_weights",
     "mask_extent",
+    "tiled_delta_rule",
 ]
 
 

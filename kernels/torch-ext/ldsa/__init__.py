@@ -1,7 +1,11 @@
-"""Local dense synthesizer attention as one fused Triton kernel with an eager PyTorch reference."""
+"""Attention layers' kernels: fused in Triton, each with an eager PyTorch path.
+
+Local dense synthesizer attention, and the tiled delta rule of systolic linear attention.
+"""
 
 from . import layers
+from .delta_op import tiled_delta_rule
 from .op import ldsa_local_attention
 from .reference import eager_ldsa, ldsa_weights
 
-__all__ = ["eager_ldsa", "layers", "ldsa_local_attention", "ldsa_weights"]
+__all__ = ["eager_ldsa", "layers", "ldsa_local_attention", "ldsa_weights", "tiled_delta_rule"]

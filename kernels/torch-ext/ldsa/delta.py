@@ -9,7 +9,13 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-__all__ = ["chunk_delta_backward", "chunk_delta_forward", "recurrent_delta_rule"]
+__all__ = [
+    "chunk_delta_backward",
+    "chunk_delta_forward",
+    "compute_dtype",
+    "new_saved_states",
+    "recurrent_delta_rule",
+]
 
 CHUNK = 64
 # Chunks worked on at once: what lies between the products is this many chunks long, however long
@@ -24,7 +30,28 @@ def compute_dtype(*tensors):
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
 
-def recurrent_delta_rule(q, k, v, g, beta, scale, initial_state=None):
+def _without_autocast(function):
+    """The sums of a state are in the compute dtype, under autocast too."""
+
+    @functools.wraps(function)
+    def wrapped(q, *args):
+        if not torch.is_autocast_enabled(q.device.type):
+            return function(q, *args)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args)
+
+    return wrapped
+
+
+def _inside(bounds, frames, device):
+    """Bool [B,T,1,1]: frame t is in [first, end) of its row."""
+    first, end = bounds.unbind(1)
+    t = torch.arange(frames, device=device)
+    return ((t >= first[:, None]) & (t < end[:, None]))[:, :, None, None]
+
+
+@_without_autocast
+def recurrent_delta_rule(q, k, v, g, beta, initial_state, bounds, scale):
     """The delta rule as it is defined, one frame after the other; derivatives of every order.
 
         S_t = D_t S_{t-1} + beta_t k_t (v_t - (D_t S_{t-1})^T k_t)^T
@@ -35,14 +62,21 @@ def recurrent_delta_rule(q, k, v, g, beta, scale, initial_state=None):
         v: [B,T,H,V].
         g: [B,T,H,tiles]; D_t multiplies each tile of K / tiles channels by exp(g).
         beta: [B,T,H].
-        scale: of the output.
         initial_state: [B,H,K,V] or None for zeros.
+        bounds: int64 [B,2], first frame and end of each sequence, or None for all of T.
+        scale: of the output.
 
     Returns:
-        (out [B,T,H,V] in v's dtype, the last state [B,H,K,V] in the compute dtype).
+        (out [B,T,H,V] in v's dtype, 0 at frames of no sequence; the last state [B,H,K,V] in the
+        compute dtype).
     """
     dtype, out_dtype = compute_dtype(q, k, v, g, beta), v.dtype
     (batch, frames, heads, key_dim), tiles = q.shape, g.shape[3]
+    if bounds is not None:
+        # Zeros everywhere make a frame that changes nothing.
+        inside = _inside(bounds, frames, q.device)
+        q, k, v, g = (torch.where(inside, x, 0.0) for x in (q, k, v, g))
+        beta = torch.where(inside[..., 0], beta, 0.0)
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     q = scale * q
     if initial_state is None:
@@ -63,7 +97,10 @@ def recurrent_delta_rule(q, k, v, g, beta, scale, initial_state=None):
         out.append(torch.addcmul(read, agreement[:, t], error))
     if not frames:
         return v.to(out_dtype), state.clone()
-    return torch.stack(out, 1).to(out_dtype), state
+    out = torch.stack(out, 1)
+    if bounds is not None:  # a NaN in the gradient of what lies outside must not come back
+        out = torch.where(inside, out, 0.0)
+    return out.to(out_dtype), state
 
 
 class _Chunks:
@@ -86,12 +123,11 @@ class _Chunks:
         self.inside = self.starts = self.ends = None
         if bounds is None:
             return
-        first, end = bounds.long().clamp(0, self.frames).unbind(1)
         if not self.packed:
-            t = torch.arange(self.frames, device=like.device)
-            self.inside = ((t >= first[:, None]) & (t < end[:, None]))[:, :, None, None]
+            self.inside = _inside(bounds, self.frames, like.device)
             return
-        self.count = self.frames and self.frames // size + self.sequences
+        first, end = bounds.clamp(0, self.frames).unbind(1)
+        self.count = self.frames // size + self.sequences
         length = (end - first).clamp(min=0)
         chunks = (length + size - 1) // size
         last = chunks.cumsum(0)
@@ -115,7 +151,8 @@ class _Chunks:
         frames = slice(first * self.size, end * self.size)
         if self.packed:
             source = self.source[frames]
-            x = x[0].index_select(0, source.clamp(max=self.frames - 1))
+            x = pad(x[0], (0, 0, 0, 0, 0, 1)) if self.frames == 0 else x[0]
+            x = x.index_select(0, source.clamp(max=len(x) - 1))
             x = torch.where((source < self.frames)[:, None, None], x, 0.0)[None]
         else:
             x = x[:, frames]
@@ -146,7 +183,7 @@ class _Chunks:
 
     def whole(self, out):
         """A filled result [B,T,H,D]."""
-        return out[:, : self.frames]
+        return out[0, : self.frames][None] if self.packed else out
 
     def states(self, given, like, key_dim, value_dim):
         """States [N,H,K,V], or zeros for None, as [rows,H,K,V] in like's dtype, a copy."""
@@ -296,20 +333,16 @@ def _scan(s, chunks, first, state, table, note):
         torch.mul(s.whole[m], state, out=after).baddbmm_(s.k_end[m].mT, errors[m])
         if note:
             chunks.leave(after, table, first + m)
-    return errors, states[:-1], states[-1]
+    return errors, states[:-1], states[-1].clone()  # alone: not to keep the others in memory
 
 
-def _without_autocast(function):
-    """The sums of a state are in the compute dtype, under autocast too."""
-
-    @functools.wraps(function)
-    def wrapped(q, *args):
-        if not torch.is_autocast_enabled(q.device.type):
-            return function(q, *args)
-        with torch.autocast(q.device.type, enabled=False):
-            return function(q, *args)
-
-    return wrapped
+def new_saved_states(q, v, g, beta, bounds):
+    """The states before each segment, [segments,B*H,K,V], which the forward pass saves."""
+    batch, frames, heads, key_dim = q.shape
+    sequences = batch if bounds is None else bounds.shape[0]
+    chunks = -(-frames // CHUNK) if sequences == batch else frames // CHUNK + sequences
+    shape = -(-chunks // SEGMENT), batch * heads, key_dim, v.shape[3]
+    return q.new_empty(shape, dtype=compute_dtype(q, v, g, beta))
 
 
 @_without_autocast
@@ -319,20 +352,19 @@ def chunk_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
     Args:
         q, k, v, g, beta, scale: as in `recurrent_delta_rule`.
         initial_state: [N,H,K,V] or None for zeros.
-        bounds: integer [N,2], first frame and end of each sequence: of row n for N = B, else all in
+        bounds: int64 [N,2], first frame and end of each sequence: of row n for N = B, else all in
             the one row, in order. None: N = B whole rows.
-        save: whether to save time in a backward pass.
+        save: whether a backward pass follows.
 
     Returns:
         (out [B,T,H,V] in v's dtype, 0 at frames of no sequence; the last states [N,H,K,V] in the
         compute dtype; a tuple of tensors for `chunk_delta_backward`).
     """
     dtype, chunks = compute_dtype(q, k, v, g, beta), _Chunks(q, bounds)
-    segments = chunks.segments()
     table = chunks.states(initial_state, v.new_empty(0, dtype=dtype), q.shape[3], v.shape[3])
     out, state = chunks.empty(v.shape, v), table[: chunks.batch].flatten(0, 1)
-    saved = (state.new_empty(len(segments), *state.shape),) if save else ()
-    for i, (first, end) in enumerate(segments):
+    saved = (new_saved_states(q, v, g, beta, bounds),) if save else ()
+    for i, (first, end) in enumerate(chunks.segments()):
         s = _segment(chunks, first, end, q, k, v, g, beta, scale, dtype)
         for before in saved:
             before[i] = state
@@ -353,14 +385,12 @@ def chunk_delta_backward(
         grad_out: [B,T,H,V], ignored at frames of no sequence.
         grad_final_state: [N,H,K,V] or None for zeros.
         q, k, v, g, beta, initial_state, bounds, scale: what that was given.
-        saved: what it returned; () where it was not to save anything.
+        saved: what it returned.
 
     Returns:
         Gradients of q, k, v, g, beta and initial_state, each in its tensor's dtype (that of the
         states in the compute dtype).
     """
-    if not saved:
-        saved = chunk_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, True)[2]
     dtype, chunks = compute_dtype(q, k, v, g, beta), _Chunks(q, bounds)
     key_dim, like, tiles = q.shape[3], v.new_empty(0, dtype=dtype), g.shape[3]
     table = chunks.states(initial_state, like, key_dim, v.shape[3])
