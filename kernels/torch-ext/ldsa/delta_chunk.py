@@ -168,6 +168,22 @@ if triton is not None:
         return sums, tl.load(tile + 63, mask=c < K, other=0.0)
 
     @triton.jit
+    def _join_blocks(inverse, lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+        """Inverse of I + lower on diagonal blocks of 2 SIZE, given that on blocks of SIZE.
+
+        Unlike a power series this stays exact to rounding for keys that resemble each other.
+        """
+        i = tl.arange(0, 64)
+        below = (i[:, None] // (2 * SIZE) == i[None, :] // (2 * SIZE)) & (
+            i[:, None] // SIZE > i[None, :] // SIZE
+        )
+        link = tl.where(below, lower, 0.0)
+        if SIZE > 1:
+            link = tl.dot(inverse, link, input_precision=PRECISION)
+            link = tl.dot(link, inverse, input_precision=PRECISION)
+        return inverse - link
+
+    @triton.jit
     def _delta_intra_fwd_kernel(
         q_ptr,
         k_ptr,
@@ -266,21 +282,13 @@ if triton is not None:
         if SAVE:
             store_tile(p_ptr + at * 4096, p, 64, 1, None, None, 64, 64, False)
 
-        # Two inverted diagonal blocks and the block below them make one inverted block of twice
-        # the size. Unlike a power series this stays exact to rounding for keys that resemble each
-        # other.
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        for level in tl.static_range(6):
-            size: tl.constexpr = 1 << level
-            below = (i[:, None] // (2 * size) == i[None, :] // (2 * size)) & (
-                (i[:, None] // size) > (i[None, :] // size)
-            )
-            link = tl.where(below, lower, 0.0)
-            if level == 0:
-                inverse -= link
-            else:
-                link = tl.dot(inverse, link, input_precision=PRECISION)
-                inverse -= tl.dot(link, inverse, input_precision=PRECISION)
+        inverse = _join_blocks(inverse, lower, 1, PRECISION)
+        inverse = _join_blocks(inverse, lower, 2, PRECISION)
+        inverse = _join_blocks(inverse, lower, 4, PRECISION)
+        inverse = _join_blocks(inverse, lower, 8, PRECISION)
+        inverse = _join_blocks(inverse, lower, 16, PRECISION)
+        inverse = _join_blocks(inverse, lower, 32, PRECISION)
         if SAVE:
             store_tile(m_ptr + at * 4096, inverse, 64, 1, None, None, 64, 64, False)
         weights = (inverse * beta[None, :]).to(DTYPE)

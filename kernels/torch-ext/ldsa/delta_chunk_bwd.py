@@ -541,7 +541,7 @@ if triton is not None:
         grad_last = tl.zeros([BLOCK_W], tl.float32)
 
         for block in tl.static_range(BLOCKS):
-            c0: tl.constexpr = block * BLOCK_W
+            c0 = block * BLOCK_W
             cols_k = None if EVEN_W else WIDTH - c0
             grad_q = tl.zeros([64, BLOCK_W], tl.float32)
             grad_k = tl.zeros([64, BLOCK_W], tl.float32)
