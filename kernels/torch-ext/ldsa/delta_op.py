@@ -91,6 +91,7 @@ def _setup_context(ctx, inputs, output):
     *tensors, ctx.scale, _, ctx.fused = inputs
     # Else each backward pass would fill zeros for all that was saved.
     ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[2])
     ctx.save_for_backward(*tensors, *output[2])
 
 
@@ -203,7 +204,8 @@ def tiled_delta_rule(
             "implementation='auto' or 'eager'"
         )
     device = q.device.type
-    fused = reason is None and (implementation == "triton" or device not in ("cpu", "meta"))
+    asked = implementation == "triton" or device not in ("cpu", "meta")
+    fused = asked and reason is None and q.shape[1] > 0
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if initial_state is not None:
         initial_state = initial_state.to(compute_dtype(q, k, v, g, beta))

@@ -1,0 +1,663 @@
+"""The delta rule: what it computes, in eager PyTorch and fused, on every kind of input."""
+
+import functools
+
+import pytest
+import torch
+from cases import DEVICE, Recorder, close, error, random
+from conftest import HAS_GPU
+from delta_cases import (
+    BUDGET,
+    LARGE,
+    NAMES,
+    SMALL,
+    DeltaCase,
+    by_definition,
+    make,
+    relative,
+    run,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export import Dim
+from torch.utils._pytree import tree_leaves, tree_map
+
+import ldsa_nn
+from ldsa_nn import tiled_delta_rule
+
+delta = ldsa_nn._ldsa.delta
+CASES = {case.name: case for case in SMALL + LARGE}
+# Gates below it count as it in the kernels.
+LEAST_GATE = {"eager": -torch.inf, "triton": -20.0}
+
+
+@pytest.fixture(params=["eager", "triton"])
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture
+def poisoned_memory():
+    """Whatever torch allocates holds NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def near(results, expected, tolerance=2e-6):
+    return all(relative(x, y) <= tolerance for x, y in zip(results, expected, strict=True))
+
+
+def same_bits(results, expected):
+    return all(torch.equal(x, y) for x, y in zip(results, expected, strict=True))
+
+
+@functools.cache
+def truth(case, dtype, least_gate):
+    return by_definition(*make(case, dtype)[:2], case.bounds(), least_gate=least_gate)
+
+
+def check(case, implementation, dtype=None, runs=1):
+    dtype = dtype or case.dtype
+    tensors, grads, options = make(case, dtype)
+    before = [x.clone() for x in (*tensors, *grads)]
+    options["implementation"] = implementation
+    results = run(tensors, grads, **options)
+    # Averaged over few channels, the rounding of half precision shows more.
+    narrow = 1.5 if implementation == "triton" and case.key_dim < 128 else 1
+    budget = {name: narrow * bound for name, bound in BUDGET[dtype].items()}
+    outside = case.outside()
+    expected = truth(case, dtype, LEAST_GATE[implementation])
+    likes = (tensors[2], None, *tensors)
+    for name, x, y, like in zip(NAMES, results, expected, likes, strict=True):
+        assert y.isfinite().all(), name
+        assert relative(x, y) <= budget[name] * (1 if case.keys == "random" else 2), name
+        if like is not None:
+            assert (x.dtype, x.shape) == (like.dtype, like.shape), name
+        if name not in ("state", "grad_initial"):
+            assert not x[outside].any(), f"{name} outside the sequences"
+    assert results[1].dtype == torch.promote_types(dtype, torch.float32)
+    assert results[0].is_contiguous()
+    for x, y in zip((*tensors, *grads), before, strict=True):
+        assert torch.equal(x.nan_to_num(), y.nan_to_num()), "an input was modified"
+    for _ in range(runs - 1):
+        assert same_bits(run(tensors, grads, **options), results)
+
+
+# What is computed
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_small_cases(implementation, case):
+    if implementation == "eager" and case.dtype == torch.float32:
+        check(case, "eager", torch.float64)
+    check(case, implementation, runs=2 if case.name == "ragged" else 1)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("case", [case for case in LARGE if case.name != "long"], ids=str)
+def test_eager_in_its_own_and_in_double_precision(case):
+    if case.dtype == torch.float32:
+        check(case, "eager", torch.float64)
+    check(case, "eager")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_large_cases(case):
+    check(case, "triton", runs=3)
+
+
+@pytest.mark.parametrize("frames", [7, 50, 64, 65, 200])
+def test_without_decay_it_is_the_plain_delta_rule(frames):
+    """Written down without any gate."""
+    case = DeltaCase("plain", 1, frames, 1, 8, 2, 4, gate=0.0, keys="correlated")
+    (q, k, v, g, beta, S), _, _ = make(case, torch.float64)
+    out, state = tiled_delta_rule(
+        q, k, v, g, beta, initial_state=S, scale=0.5, output_final_state=True
+    )
+    S = S[0, 0]
+    for t in range(frames):
+        key = k[0, t, 0]
+        S = S + beta[0, t, 0] * torch.outer(key, v[0, t, 0] - key @ S)
+        assert error(out[0, t, 0], 0.5 * q[0, t, 0] @ S) <= 1e-12
+    assert error(state[0, 0], S) <= 1e-12
+
+
+@pytest.mark.parametrize("gate", [0.0, -5.0, -20.0, -1000.0, -torch.inf])
+def test_finite_for_every_gate(implementation, gate):
+    case = DeltaCase("gate", 1, 70, 1, 8, 2, 8, gate=gate, keys="identical", beta=1.99)
+    tensors, grads, _ = make(case)
+    assert all(x.isfinite().all() for x in run(tensors, grads, implementation=implementation))
+
+
+def test_scale_and_what_is_left_out(implementation):
+    """Default scale K^-0.5, no initial state is one of zeros, no final state unless asked for."""
+    (*tensors, initial), _, _ = make(DeltaCase("left_out", 1, 20, 1, 16, 4, 8))
+    options = {"implementation": implementation}
+    out, state = tiled_delta_rule(*tensors, **options)
+    assert state is None
+    explicit, state = tiled_delta_rule(
+        *tensors, scale=0.25, initial_state=torch.zeros_like(initial),
+        output_final_state=True, **options,
+    )  # fmt: skip
+    assert torch.equal(out, explicit) and state.shape == initial.shape
+    assert close([tiled_delta_rule(*tensors, scale=1, **options)[0]], [4 * out.double()], 1e-6)
+
+
+def test_gradients_where_only_some_results_are_used(implementation):
+    tensors, (grad, grad_state), _ = make(DeltaCase("some", 1, 20, 1, 8, 2, 8))
+    options = {"implementation": implementation}
+    none, nothing = torch.zeros_like(grad), torch.zeros_like(grad_state)
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    out, state = tiled_delta_rule(
+        *inputs[:5], initial_state=inputs[5], output_final_state=True, **options
+    )
+    alone = torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    assert close(alone, run(tensors, (grad, nothing), **options)[2:], 1e-6)
+    alone = torch.autograd.grad(state, inputs[1:], grad_state)
+    assert close(alone, run(tensors, (none, grad_state), **options)[3:], 1e-6)
+
+
+def test_only_the_gradients_that_are_required(implementation):
+    tensors, grads, _ = make(DeltaCase("required", 1, 20, 1, 8, 2, 8))
+    expected = run(tensors, grads, implementation=implementation)[2:]
+    for wanted in range(6):
+        inputs = [x.clone().requires_grad_(i == wanted) for i, x in enumerate(tensors)]
+        results = tiled_delta_rule(
+            *inputs[:5], initial_state=inputs[5], output_final_state=True,
+            implementation=implementation,
+        )  # fmt: skip
+        torch.autograd.backward(results, grads)
+        assert [x.grad is not None for x in inputs] == [i == wanted for i in range(6)]
+        assert torch.equal(inputs[wanted].grad, expected[wanted])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        DeltaCase("few", 2, 4, 1, 4, 2, 3, lengths=(4, 2)),
+        DeltaCase("chunk", 1, 20, 1, 4, 2, 3),
+        DeltaCase("chunks", 2, 66, 1, 2, 1, 2, lengths=(66, 30)),
+        DeltaCase("packed", 1, 12, 1, 4, 4, 3, cu_seqlens=(0, 5, 5, 9)),
+    ],
+    ids=str,
+)
+def test_gradcheck(case):
+    (*tensors, initial), _, options = make(case, torch.float64)
+    outside = case.outside()
+    tensors = [x.nan_to_num().requires_grad_() for x in tensors]
+    assert outside.any() or not options
+    # A gate of -1000 has no slope that a finite difference sees, and none here.
+    tensors[3] = tensors[3].detach().clamp(min=-3.0).requires_grad_()
+
+    def op(*tensors):
+        return tiled_delta_rule(
+            *tensors[:5], initial_state=tensors[5], output_final_state=True, **options
+        )
+
+    inputs = *tensors, initial.requires_grad_()
+    assert torch.autograd.gradcheck(op, inputs, fast_mode=case.frames > 20)
+
+
+def test_double_backward():
+    """Of a few frames it is there; of chunks it is refused, not wrong."""
+    for frames in (3, 20):
+        tensors, _, _ = make(DeltaCase("twice", 1, frames, 1, 2, 1, 2, gate=-1.0), torch.float64)
+        inputs = [x.requires_grad_() for x in tensors[:5]]
+
+        def op(*tensors):
+            return tiled_delta_rule(*tensors)[0]
+
+        if frames == 3:
+            assert torch.autograd.gradgradcheck(op, inputs)
+            continue
+        (grad,) = torch.autograd.grad(op(*inputs).sum(), inputs[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward"):
+            grad.sum().backward()
+
+
+def test_inverse_of_correlated_keys():
+    """Recursive doubling keeps its digits where a power series has none left."""
+    for share in (0.0, 0.7, 1.0):
+        k = random(64, 64, dtype=torch.float64)
+        k = (1 - share) * k + share * k[:1]
+        k = k / k.norm(dim=1, keepdim=True)
+        lower = 1.99 * (k @ k.T).tril(-1)
+        identity = torch.eye(64, dtype=torch.float64, device=DEVICE)
+        exact = torch.linalg.inv(identity + lower)
+        assert relative(delta._inverse(lower), exact) <= 1e-13
+        assert relative(delta._inverse(lower.float()), exact) <= 2e-5
+
+
+# Sequences
+
+
+@pytest.mark.parametrize("lengths", [(70, 40, 5), (130, 64, 0)])
+def test_padded_equals_alone(implementation, lengths):
+    frames = max(lengths) + 3
+    case = DeltaCase("padded", 3, frames, 1, 8, 2, 8, lengths=lengths)
+    tensors, grads, options = make(case)
+    options["implementation"] = implementation
+    batch = run(tensors, grads, **options)
+    for b, n in enumerate(lengths):
+        alone = run(
+            [x[b : b + 1, :n] for x in tensors[:5]] + [tensors[5][b : b + 1]],
+            (grads[0][b : b + 1, :n], grads[1][b : b + 1]),
+            implementation=implementation,
+        )
+        row = [x[b : b + 1] for x in batch]
+        row = [
+            x if name in ("state", "grad_initial") else x[:, :n]
+            for name, x in zip(NAMES, row, strict=True)
+        ]
+        assert near(row, alone)
+        if n == 0:  # nothing came: not a bit changes
+            assert torch.equal(row[1], tensors[5][b : b + 1])
+            assert torch.equal(row[7], grads[1][b : b + 1])
+
+
+def test_packed_equals_alone(implementation):
+    case = DeltaCase("packed", 1, 150, 1, 8, 2, 8, cu_seqlens=(2, 7, 7, 70, 71, 140))
+    tensors, grads, options = make(case)
+    options["implementation"] = implementation
+    packed = run(tensors, grads, **options)
+    for n, (_, first, end) in enumerate(case.bounds()):
+        here = slice(first, end)
+        alone = run(
+            [x[:, here] for x in tensors[:5]] + [tensors[5][n : n + 1]],
+            (grads[0][:, here], grads[1][n : n + 1]),
+            implementation=implementation,
+        )
+        part = [
+            x[n : n + 1] if name in ("state", "grad_initial") else x[:, here]
+            for name, x in zip(NAMES, packed, strict=True)
+        ]
+        assert near(part, alone)
+
+
+@settings(max_examples=30)
+@given(
+    pieces=st.lists(st.integers(0, 80), min_size=1, max_size=5),
+    data=st.data(),
+)
+def test_any_split_equals_the_whole(pieces, data):
+    """The state carries all that was, in pieces of any size, step by step ones among them."""
+    total = sum(pieces)
+    case = DeltaCase("split", 2, total, 1, 4, 2, 3)
+    (*tensors, initial), _, _ = make(case, torch.float64)
+    out, state = tiled_delta_rule(*tensors, initial_state=initial, output_final_state=True)
+    parts, carried, at = [], initial, 0
+    for n in pieces:
+        part, carried = tiled_delta_rule(
+            *(x[:, at : at + n] for x in tensors), initial_state=carried, output_final_state=True
+        )
+        parts.append(part)
+        at += n
+    assert near([torch.cat(parts, 1), carried], [out, state], 1e-11)
+
+
+@settings(max_examples=25)
+@given(
+    shape=st.tuples(st.integers(0, 3), st.integers(0, 80), st.integers(1, 2)),
+    widths=st.sampled_from([(4, 1, 3), (6, 3, 2), (4, 4, 1), (1, 1, 5)]),
+    packed=st.booleans(),
+    data=st.data(),
+)
+def test_any_extents(shape, widths, packed, data):
+    B, T, H = shape
+    bounds = {}
+    if packed:
+        B = 1
+        places = data.draw(st.lists(st.integers(0, T), min_size=1, max_size=5), "places")
+        bounds["cu_seqlens"] = tuple(sorted(places))
+    else:
+        bounds["lengths"] = data.draw(
+            st.lists(st.integers(-2, T + 2), min_size=B, max_size=B).map(tuple), "lengths"
+        )
+    case = DeltaCase("drawn", B, T, H, *widths, **bounds)
+    tensors, grads, options = make(case, torch.float64)
+    results = run(tensors, grads, **options)
+    expected = by_definition(tensors, grads, case.bounds())
+    assert near(results, expected, 1e-12)
+
+
+@settings(max_examples=20 if HAS_GPU else 3)
+@given(
+    frames=st.integers(1, 70),
+    widths=st.sampled_from([(8, 1, 3), (6, 3, 4), (16, 4, 8), (20, 2, 5)]),
+    data=st.data(),
+)
+def test_any_extents_fused(frames, widths, data):
+    bounds = st.lists(st.integers(-2, frames + 2), min_size=2, max_size=2).map(tuple)
+    case = DeltaCase("drawn", 2, frames, 1, *widths, lengths=data.draw(bounds, "lengths"))
+    check(case, "triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_integers_of_any_kind_as_bounds(implementation, dtype):
+    tensors, _, _ = make(DeltaCase("bounds", 2, 20, 1, 8, 2, 8))
+    options = {"implementation": implementation, "output_final_state": True}
+    expected = tiled_delta_rule(*tensors[:5], lengths=torch.tensor([20, 9]), **options)
+    strided = torch.tensor([20, 0, 9, 0], dtype=dtype, device=DEVICE)[::2]
+    assert same_bits(tiled_delta_rule(*tensors[:5], lengths=strided, **options), expected)
+    one = [x[:1] for x in tensors[:5]]
+    expected = tiled_delta_rule(*one, cu_seqlens=torch.tensor([0, 9, 20]), **options)
+    places = torch.tensor([0, 9, 20], dtype=dtype, device=DEVICE)
+    assert same_bits(tiled_delta_rule(*one, cu_seqlens=places, **options), expected)
+
+
+def test_lengths_of_all_frames_are_no_lengths(implementation):
+    tensors, grads, _ = make(DeltaCase("all", 2, 70, 1, 8, 2, 8))
+    whole = run(tensors, grads, implementation=implementation)
+    full = torch.tensor([70, 70], device=DEVICE)
+    assert close(run(tensors, grads, implementation=implementation, lengths=full), whole, 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["sum", "frames"])
+def test_any_strides_of_the_output_gradient(implementation, kind):
+    tensors, (grad, grad_state), _ = make(DeltaCase("strides", 1, 20, 1, 8, 2, 8))
+    one = torch.ones((), device=DEVICE).expand_as(grad)
+    grad = one if kind == "sum" else grad[:, :1].expand_as(grad)
+    expected = run(tensors, (grad.contiguous(), grad_state), implementation=implementation)
+    results = run(tensors, (grad, grad_state), implementation=implementation)
+    assert close(results, expected, 1e-6)
+
+
+# What it costs
+
+
+class Largest(Recorder):
+    """The most elements of any tensor that an operator made."""
+
+    def count(self):
+        results = (x for *_, result in self.calls for x in tree_leaves(result))
+        return max(x.untyped_storage().nbytes() for x in results if isinstance(x, torch.Tensor))
+
+
+def test_memory_is_linear():
+    """Beside what has T frames, no tensor grows with T, in either direction."""
+    sizes = []
+    for frames in (2048, 8192):
+        tensors, (grad, grad_state), _ = make(DeltaCase("long", 1, frames, 1, 32, 4, 32, gate=-1.0))
+        inputs = *tensors, None, 1.0
+        with Largest() as forward:
+            _, _, saved = delta.chunk_delta_forward(*inputs, True)
+        with Largest() as backward:
+            delta.chunk_delta_backward(grad, grad_state, *inputs, saved)
+        assert sum(x.numel() for x in saved) <= sum(x.numel() for x in tensors[:5])
+        sizes.append([max(r.count() - 4 * frames * 32, 0) for r in (forward, backward)])
+    assert max(sizes[1]) <= max(4 * 17 * 32 * 64 * 32, *sizes[0])
+
+
+# Which implementation runs
+
+
+def operators(tensors, **options):
+    with Recorder() as recorder:
+        out, _ = tiled_delta_rule(*tensors[:5], **options)
+        if out.requires_grad:
+            out.sum().backward()
+    return [name for name in recorder.names() if name.startswith("ldsa_nn::")]
+
+
+def test_one_operator_each_way(implementation):
+    tensors, _, _ = make(DeltaCase("operators", 1, 20, 1, 8, 2, 8))
+    assert operators(tensors, implementation=implementation) == ["ldsa_nn::delta_rule"]
+    tensors[0].requires_grad_()
+    assert operators(tensors, implementation=implementation) == [
+        "ldsa_nn::delta_rule", "ldsa_nn::delta_rule_backward",
+    ]  # fmt: skip
+
+
+def test_few_frames_step_by_step():
+    tensors, _, _ = make(DeltaCase("few", 1, 4, 1, 8, 2, 8))
+    assert operators(tensors, implementation="eager") == []
+
+
+def test_auto_takes_eager_on_the_cpu_also_where_the_interpreter_is_on():
+    tensors, _, _ = make(DeltaCase("auto", 1, 20, 1, 8, 2, 8))
+    with Recorder() as recorder:
+        tiled_delta_rule(*tensors[:5])
+    (call,) = (args for func, args, *_ in recorder.calls if func.name() == "ldsa_nn::delta_rule")
+    assert call[-1] == (DEVICE != "cpu")
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "reason"),
+    [
+        (DeltaCase("", 1, 9, 1, 8, 2, 8), torch.float64, "q is float64"),
+        (DeltaCase("", 1, 9, 1, 258, 2, 8), torch.float32, "q has key width 258"),
+    ],
+)
+def test_where_the_kernels_cannot_run(case, dtype, reason):
+    tensors, _, _ = make(case, dtype)
+    with pytest.raises(RuntimeError, match=reason):
+        tiled_delta_rule(*tensors[:5], implementation="triton")
+    assert tiled_delta_rule(*tensors[:5])[0].isfinite().all()
+
+
+def test_autocast_leaves_the_sums_alone():
+    tensors, grads, _ = make(DeltaCase("autocast", 1, 20, 1, 8, 2, 8))
+    for frames in (4, 20):
+        some = [x[:, :frames].clone().requires_grad_() for x in tensors[:5]]
+        expected, _ = tiled_delta_rule(*some)
+        with torch.autocast(DEVICE, torch.bfloat16):
+            out, _ = tiled_delta_rule(*some)
+        assert torch.equal(out, expected)
+        grad = grads[0][:, :frames]
+        assert same_bits(*(torch.autograd.grad(x, some, grad) for x in (out, expected)))
+
+
+def test_meta_tensors():
+    tensors, _, _ = make(DeltaCase("meta", 2, 20, 1, 8, 2, 8))
+    out, state = tiled_delta_rule(*(x.to("meta") for x in tensors[:5]), output_final_state=True)
+    assert out.is_meta and out.shape == tensors[2].shape and state.shape == tensors[5].shape
+
+
+# Arguments
+
+
+def arguments(**changes):
+    tensors, _, _ = make(DeltaCase("arguments", 2, 9, 1, 8, 2, 6))
+    named = dict(zip(["q", "k", "v", "g", "beta", "initial_state"], tensors, strict=True))
+    return {**named, **changes}
+
+
+WRONG = {
+    "no_tensor": ({"q": [1.0]}, TypeError, r"q must be a tensor \[B,T,H,K\], got list"),
+    "integers": ({"v": torch.zeros(2, 9, 1, 6, dtype=torch.int64)}, TypeError, "v must have dtype"),
+    "rank": ({"beta": torch.zeros(2, 9, 1, 1)}, ValueError, "beta must have 3 dimensions"),
+    "rank_of_q": ({"q": torch.zeros(2, 9, 8)}, ValueError, "q must have 4 dimensions"),
+    "k": ({"k": torch.zeros(2, 9, 1, 7)}, ValueError, r"k must have q's shape \(2, 9, 1, 8\), got"),
+    "frames": ({"v": torch.zeros(2, 8, 1, 6)}, ValueError, "v must agree with q in B, T and H"),
+    "heads": ({"g": torch.zeros(2, 9, 2, 2)}, ValueError, "g must agree with q in B, T and H"),
+    "tiles": ({"g": torch.zeros(2, 9, 1, 3)}, ValueError, "divides K = 8, got 3"),
+    "no_tiles": ({"g": torch.zeros(2, 9, 1, 0)}, ValueError, "divides K = 8, got 0"),
+    "no_values": ({"v": torch.zeros(2, 9, 1, 0)}, ValueError, "v must have a last dimension >= 1"),
+    "state": ({"initial_state": torch.zeros(2, 1, 6, 8)}, ValueError, r"\[2, 1, 8, 6\], got"),
+    "state_rank": (
+        {"initial_state": torch.zeros(2, 8, 6)},
+        ValueError,
+        "initial_state must have 4",
+    ),
+    "device": ({"k": torch.zeros(2, 9, 1, 8, device="meta")}, ValueError, "k must be on"),
+    "scale": ({"scale": "1"}, TypeError, "scale must be a number or None, got str"),
+    "lengths": ({"lengths": torch.zeros(2)}, TypeError, "lengths must have an integer dtype"),
+    "bool_lengths": ({"lengths": torch.ones(2) > 0}, TypeError, "lengths must have an integer"),
+    "many_lengths": ({"lengths": torch.tensor([1, 2, 3])}, ValueError, r"\[B\] = \[2\], got \[3\]"),
+    "both": (
+        {"lengths": torch.tensor([9, 9]), "cu_seqlens": torch.tensor([0, 9])},
+        ValueError,
+        "give lengths or cu_seqlens, not both",
+    ),
+    "two_rows": ({"cu_seqlens": torch.tensor([0, 9])}, ValueError, "B = 1 row, got q with B = 2"),
+    "implementation": ({"implementation": "cuda"}, ValueError, "implementation must be 'auto'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(name):
+    changes, kind, message = WRONG[name]
+    changes = {
+        key: x.to(DEVICE) if isinstance(x, torch.Tensor) and not x.is_meta else x
+        for key, x in changes.items()
+    }
+    with pytest.raises(kind, match=message):
+        tiled_delta_rule(**arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("places", "kind", "message"),
+    [
+        ([0, 5, 4], ValueError, r"must not decrease .* got \[0, 5, 4\]"),
+        ([0, 10], ValueError, r"lie in \[0, T\] = \[0, 9\], got \[0, 10\]"),
+        ([-1, 9], ValueError, "must not decrease"),
+        ([[0, 9]], ValueError, r"shape \[N\+1\], got \[1, 2\]"),
+        ([], TypeError, "integer dtype"),
+        ([0.0, 9.0], TypeError, "integer dtype"),
+    ],
+)
+def test_wrong_places(places, kind, message):
+    tensors = {name: x[:1] for name, x in arguments().items()}
+    with pytest.raises(kind, match=message):
+        tiled_delta_rule(**tensors, cu_seqlens=torch.tensor(places))
+    with pytest.raises(ValueError, match=r"initial_state must have shape .* \[2, 1, 8, 6\]"):
+        tiled_delta_rule(**tensors, cu_seqlens=torch.tensor([0, 4, 9]))
+
+
+# PyTorch's machinery
+
+
+@functools.cache
+def recorded(case, implementation):
+    """The calls of the two operators that a run of the case makes."""
+    tensors, grads, options = make(case)
+    with Recorder() as recorder:
+        run(tensors, grads, implementation=implementation, **options)
+    calls = [call for call in recorder.calls if call[0].namespace == "ldsa_nn"]
+    assert [call[0].name() for call in calls] == [
+        "ldsa_nn::delta_rule", "ldsa_nn::delta_rule_backward",
+    ]  # fmt: skip
+    return calls
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(
+    ("implementation", "case"),
+    [
+        *(("eager", case) for case in ("fifty", "ragged", "packed", "fp16")),
+        # Kept chunks without a frame are never written, and so differ from run to run.
+        ("triton", "one_chunk"),
+    ],
+)
+def test_opcheck(implementation, case, direction):
+    """Schema, autograd, fake tensors, symbolic shapes."""
+    func, args, kwargs, _ = recorded(CASES[case], implementation)[direction == "backward"]
+
+    def prepared(x):
+        if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+            return x
+        # NaN is not equal to itself; double backward is refused, see above.
+        return x.detach().nan_to_num().requires_grad_(direction == "forward")
+
+    torch.library.opcheck(func, tree_map(prepared, args), kwargs)
+
+
+@pytest.mark.parametrize("case", ["one_frame", "fifty", "ragged", "strided", "fp16"])
+def test_fake_results_are_laid_out_as_real_ones(implementation, case):
+    tensors, grads, options = make(CASES[case])
+    options["implementation"] = implementation
+    real = run(tensors, grads, **options)
+    with FakeTensorMode() as mode:
+        options = {
+            name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x
+            for name, x in options.items()
+        }
+        fake = run(*([mode.from_tensor(x) for x in part] for part in (tensors, grads)), **options)
+    for x, y in zip(fake, real, strict=True):
+        assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    ("implementation", "case", "dynamic"),
+    [
+        ("eager", "one_frame", False),
+        ("eager", "few_ragged", True),
+        ("eager", "ragged", True),
+        ("eager", "packed", True),
+        ("eager", "bf16", False),
+        ("triton", "one_frame", True),
+        ("triton", "packed_few", True),
+        ("triton", "fp16", False),
+    ],
+)
+def test_compiled(implementation, case, dynamic):
+    tensors, grads, options = make(CASES[case])
+    options["implementation"] = implementation
+    op = torch.compile(tiled_delta_rule, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    expected = run(tensors, grads, **options)
+    assert near(run(tensors, grads, op, **options), expected, 1e-5)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_once_for_any_number_of_frames():
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    op = torch.compile(tiled_delta_rule, fullgraph=True, backend=counter, dynamic=True)
+    for frames in (20, 70, 130, 1500):
+        tensors, _, _ = make(DeltaCase("any", 1, frames, 1, 8, 2, 8))
+        assert torch.equal(op(*tensors[:5])[0], tiled_delta_rule(*tensors[:5])[0])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_by_inductor(implementation):
+    tensors, _, _ = make(DeltaCase("inductor", 2, 20, 1, 8, 2, 8))
+
+    def function(*tensors):
+        out, state = tiled_delta_rule(
+            *tensors[:5], initial_state=tensors[5], output_final_state=True,
+            implementation=implementation,
+        )  # fmt: skip
+        return out.relu().square().sum() + state.square().sum()
+
+    def gradients(function):
+        inputs = [x.clone().requires_grad_() for x in tensors]
+        loss = function(*inputs)
+        return loss.detach(), *torch.autograd.grad(loss, inputs)
+
+    compiled = torch.compile(function, fullgraph=True)
+    assert close(gradients(compiled), [x.double() for x in gradients(function)], 1e-4)
+
+
+class Op(torch.nn.Module):
+    def forward(self, q, k, v, g, beta, lengths):
+        return tiled_delta_rule(q, k, v, g, beta, lengths=lengths, output_final_state=True)
+
+
+def test_exported():
+    """Any batch and any number of frames, as one operator."""
+    batch, frames = Dim("batch"), Dim("frames")
+    tensors, _, _ = make(DeltaCase("exported", 2, 20, 1, 8, 2, 8))
+    shapes = ({0: batch, 1: frames},) * 5 + ({0: batch},)
+    lengths = torch.tensor([20, 9], device=DEVICE)
+    program = torch.export.export(Op(), (*tensors[:5], lengths), dynamic_shapes=shapes)
+    assert "ldsa_nn.delta_rule.default" in {str(node.target) for node in program.graph.nodes}
+    for B, T in ((1, 9), (3, 4), (2, 130)):
+        tensors, _, _ = make(DeltaCase("", B, T, 1, 8, 2, 8))
+        lengths = torch.arange(B, device=DEVICE) + T // 2
+        results = program.module()(*tensors[:5], lengths)
+        assert close(results, Op()(*tensors[:5], lengths), 1e-6)
