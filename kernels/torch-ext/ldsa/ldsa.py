@@ -1,11 +1,9 @@
 """Local dense synthesizer attention, fused: the Triton kernels and their launchers.
 
-Both directions are one launch without atomics. The softmax over the window is a [BLOCK_T, BLOCK_W]
-tile in registers; a gather spreads it to the band matrix P[t, s] = a[t, s - t + left], so that the
-weighted sum is a matrix product with a tile of values. README.md has the derivation.
+Both directions are one launch without atomics. Logits are read in the form of the band matrix
+P[t, s] = a[t, s - t + left], in square tiles, so that the weighted sum is a matrix product with
+tiles of values. README.md has the derivation.
 """
-
-import contextlib
 
 import torch
 
@@ -39,7 +37,16 @@ if triton is not None:
         return start.to(tl.int32), end.to(tl.int32)
 
     @triton.jit
-    def _window_softmax(
+    def _pointers(ptr, stride_t, stride_c, t0, rel_t, offs_c, WIDE: tl.constexpr):
+        """Pointers to frames t0 + rel_t and channels or slots offs_c of a [T, C] array."""
+        base = ptr + t0.to(tl.int64) * stride_t
+        if WIDE:
+            rel_t = rel_t.to(tl.int64)
+            offs_c = offs_c.to(tl.int64)
+        return base + rel_t * stride_t + offs_c * stride_c
+
+    @triton.jit
+    def _band_logits(
         logits_ptr,
         stride_w,
         stride_t,
@@ -47,57 +54,103 @@ if triton is not None:
         start,
         end,
         LEFT: tl.constexpr,
+        PAD: tl.constexpr,
         W: tl.constexpr,
         RENORMALIZE: tl.constexpr,
-        BLOCK_T: tl.constexpr,
-        BLOCK_W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        TILES: tl.constexpr,
+        DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """Weights [BLOCK_T, BLOCK_W] of frames t0..t0+BLOCK_T; 0 in frames outside and slots >= W.
+        """Logits of frames t0.. in TILES band tiles [BLOCK, BLOCK], side by side.
 
-        `logits_ptr` is that of the sequence's and head's frame 0.
+        Row r is frame t0 + r, and column c over all tiles is frame t0 - PAD + c of the values: slot
+        c - r + LEFT - PAD. Entries that are no slot, and rows outside, are -inf. `logits_ptr` is
+        that of the sequence's and head's frame 0.
         """
-        rel_t = tl.arange(0, BLOCK_T)
-        slot = tl.arange(0, BLOCK_W)
-        offs_t = t0 + rel_t
-        inside = (offs_t >= start) & (offs_t < end)
-        mask = inside[:, None] & (slot < W)[None, :]
-        base = logits_ptr + t0.to(tl.int64) * stride_t
-        if WIDE:
-            rel_t = rel_t.to(tl.int64)
-            slot = slot.to(tl.int64)
-        x = tl.load(
-            base + rel_t[:, None] * stride_t + slot[None, :] * stride_w,
-            mask=mask,
-            other=float("-inf"),
-        ).to(tl.float32)
-        if RENORMALIZE:
-            source = offs_t[:, None] - LEFT + tl.arange(0, BLOCK_W)[None, :]
-            x = tl.where((source >= start) & (source < end), x, float("-inf"))
-        top = tl.max(x, axis=1)[:, None]
-        # +inf entries share the weight, a row of -inf gets none: neither may become inf - inf.
-        share = tl.where(x == float("inf"), 0.0, float("-inf"))
-        x = tl.where(top == float("inf"), share, x)
-        top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-        e = tl.exp2((x - top) * 1.4426950408889634)
-        total = tl.sum(e, axis=1)[:, None]
-        return e / tl.where(total == 0.0, 1.0, total)
+        row = tl.arange(0, BLOCK)[:, None]
+        t = t0 + row
+        tiles = ()
+        for j in tl.static_range(TILES):
+            column = j * BLOCK + tl.arange(0, BLOCK)[None, :]
+            slot = column - row + (LEFT - PAD)
+            mask = (slot >= 0) & (slot < W) & (t >= start) & (t < end)
+            if RENORMALIZE:
+                source = t0 - PAD + column
+                mask = mask & (source >= start) & (source < end)
+            x = tl.load(
+                _pointers(logits_ptr, stride_t, stride_w, t0, row, slot, WIDE),
+                mask=mask,
+                other=float("-inf"),
+            ).to(tl.float32)
+            # +inf becomes the largest number: such entries share the weight, inf - inf never is.
+            x = tl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+            if DTYPE != tl.float32:
+                # A product of zeros moves the tile to the tensor cores' layout, in which four lanes
+                # hold a row: its sums take two shuffles, and the products need no copy.
+                zeros = tl.zeros([BLOCK, 16], DTYPE)
+                x = tl.dot(zeros, tl.trans(zeros), x)
+            tiles = tiles + (x,)
+        return tiles
 
     @triton.jit
-    def _keep(seed, row0, p, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr):
-        """Which weights dropout keeps, bool [BLOCK_T, BLOCK_W]; row0 counts (b, h, t) rows.
-
-        A function of seed, row and slot alone, so that every block that needs a row, in either
-        direction, draws the same mask. One Philox call serves four slots.
-        """
-        rows = (row0 + tl.arange(0, BLOCK_T))[:, None]
-        calls = rows * (BLOCK_W // 4) + tl.arange(0, BLOCK_W // 4)[None, :]
-        r0, r1, r2, r3 = tl.randint4x(seed, calls)
-        bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-        return tl.uint_to_uniform_float(bits) >= p
+    def _softmax(xs, TILES: tl.constexpr):
+        """Softmax over the columns of tiles side by side; a row of -inf gets zeros."""
+        top = tl.max(xs[0], axis=1)
+        for j in tl.static_range(1, TILES):
+            top = tl.maximum(top, tl.max(xs[j], axis=1))
+        top = tl.where(top == float("-inf"), 0.0, top)[:, None]
+        es = ()
+        total = top * 0.0
+        for j in tl.static_range(TILES):
+            e = tl.exp2((xs[j] - top) * 1.4426950408889634)
+            es = es + (e,)
+            total += tl.sum(e, axis=1)[:, None]
+        scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+        weights = ()
+        for j in tl.static_range(TILES):
+            weights = weights + (es[j] * scale,)
+        return weights
 
     @triton.jit
-    def _value_tile(
+    def _kept(seed_ptr, row0, p, W: tl.constexpr, BLOCK: tl.constexpr):
+        """Which weights of BLOCK rows dropout keeps: word w, int32 [BLOCK], has slots 32w to 32w+31.
+
+        A function of seed, row and slot alone, so that every program that needs a row, in either
+        direction, draws the same mask; row0 counts (b, h, t) rows. A Philox call serves eight slots
+        with 16 bits each.
+        """
+        seed = tl.load(seed_ptr)
+        WORDS: tl.constexpr = (W + 31) // 32
+        rows = (row0 + tl.arange(0, BLOCK))[:, None]
+        part = tl.arange(0, 4)[None, :]
+        threshold = (p * 65536.0 + 0.5).to(tl.uint32)
+        words = ()
+        for w in tl.static_range(WORDS):
+            r0, r1, r2, r3 = tl.randint4x(seed, rows * (4 * WORDS) + (4 * w + part))
+            bits = ((r0 & 0xFFFF) >= threshold).to(tl.uint32)
+            bits |= ((r0 >> 16) >= threshold).to(tl.uint32) << 1
+            bits |= ((r1 & 0xFFFF) >= threshold).to(tl.uint32) << 2
+            bits |= ((r1 >> 16) >= threshold).to(tl.uint32) << 3
+            bits |= ((r2 & 0xFFFF) >= threshold).to(tl.uint32) << 4
+            bits |= ((r2 >> 16) >= threshold).to(tl.uint32) << 5
+            bits |= ((r3 & 0xFFFF) >= threshold).to(tl.uint32) << 6
+            bits |= ((r3 >> 16) >= threshold).to(tl.uint32) << 7
+            words = words + (tl.sum(bits << (8 * part).to(tl.uint32), axis=1),)
+        return words
+
+    @triton.jit
+    def _drop(x, words, first_slot: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
+        """A band tile whose column c of row r is slot first_slot + c - r, 0 where not kept."""
+        slot = first_slot + tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None]
+        shift = (slot & 31).to(tl.uint32)
+        for w in tl.static_range((W + 31) // 32):
+            dropped = ((words[w][:, None] >> shift) & 1) == 0
+            x = tl.where(dropped & (slot >> 5 == w), 0.0, x)
+        return x
+
+    @triton.jit
+    def _load_tile(
         ptr,
         stride_t,
         stride_d,
@@ -105,58 +158,60 @@ if triton is not None:
         start,
         end,
         DH: tl.constexpr,
-        BLOCK_T: tl.constexpr,
+        BLOCK: tl.constexpr,
         BLOCK_D: tl.constexpr,
         DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """[BLOCK_T, BLOCK_D] of a [T, Dh] array from frame t0 on; 0 outside [start, end)."""
-        rel_t = tl.arange(0, BLOCK_T)
-        offs_d = tl.arange(0, BLOCK_D)
-        offs_t = t0 + rel_t
-        mask = ((offs_t >= start) & (offs_t < end))[:, None] & (offs_d < DH)[None, :]
-        base = ptr + t0.to(tl.int64) * stride_t
-        if WIDE:
-            rel_t = rel_t.to(tl.int64)
-            offs_d = offs_d.to(tl.int64)
-        x = tl.load(
-            base + rel_t[:, None] * stride_t + offs_d[None, :] * stride_d, mask=mask, other=0.0
-        )
-        return x.to(DTYPE)
+        """[BLOCK, BLOCK_D] of a [T, Dh] array from frame t0 on; 0 outside [start, end)."""
+        rel_t = tl.arange(0, BLOCK)[:, None]
+        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        mask = (t0 + rel_t >= start) & (t0 + rel_t < end) & (offs_d < DH)
+        ptrs = _pointers(ptr, stride_t, stride_d, t0, rel_t, offs_d, WIDE)
+        return tl.load(ptrs, mask=mask, other=0.0).to(DTYPE)
 
     @triton.jit
     def _store_tile(
         ptr,
         x,
         stride_t,
-        stride_c,
+        stride_d,
         t0,
+        start,
+        end,
         n_frames,
-        C: tl.constexpr,
-        BLOCK_T: tl.constexpr,
-        BLOCK_C: tl.constexpr,
+        DH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_D: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """Store [BLOCK_T, BLOCK_C] to frames t0.. (below n_frames) and channels below C."""
-        rel_t = tl.arange(0, BLOCK_T)
-        offs_c = tl.arange(0, BLOCK_C)
-        mask = (t0 + rel_t < n_frames)[:, None] & (offs_c < C)[None, :]
-        base = ptr + t0.to(tl.int64) * stride_t
-        if WIDE:
-            rel_t = rel_t.to(tl.int64)
-            offs_c = offs_c.to(tl.int64)
-        tl.store(
-            base + rel_t[:, None] * stride_t + offs_c[None, :] * stride_c,
-            x.to(ptr.dtype.element_ty),
-            mask=mask,
-        )
+        """Store [BLOCK, BLOCK_D] to the frames from t0 on in [0, T); 0 outside [start, end)."""
+        rel_t = tl.arange(0, BLOCK)[:, None]
+        offs_d = tl.arange(0, BLOCK_D)[None, :]
+        t = t0 + rel_t
+        x = tl.where((t >= start) & (t < end), x, 0.0).to(ptr.dtype.element_ty)
+        ptrs = _pointers(ptr, stride_t, stride_d, t0, rel_t, offs_d, WIDE)
+        tl.store(ptrs, x, mask=(t >= 0) & (t < n_frames) & (offs_d < DH))
 
     @triton.jit
-    def _band(weights, first_slot, W: tl.constexpr):
-        """Spread [ROWS, BLOCK_W] weights to the band given by the slot index of each column."""
-        valid = (first_slot >= 0) & (first_slot < W)
-        # Slot W is padding, whose weight is 0: no select after the gather.
-        return tl.gather(weights, tl.where(valid, first_slot, W), axis=1)
+    def _store_band(
+        ptr,
+        x,
+        stride_w,
+        stride_t,
+        t0,
+        first_slot: tl.constexpr,
+        n_frames,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        WIDE: tl.constexpr,
+    ):
+        """Store a tile in band form, whose column c of row r is slot first_slot + c - r."""
+        row = tl.arange(0, BLOCK)[:, None]
+        slot = first_slot + tl.arange(0, BLOCK)[None, :] - row
+        mask = (slot >= 0) & (slot < W) & (t0 + row >= 0) & (t0 + row < n_frames)
+        ptrs = _pointers(ptr, stride_t, stride_w, t0, row, slot, WIDE)
+        tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _ldsa_fwd_kernel(
@@ -166,6 +221,7 @@ if triton is not None:
         starts_ptr,
         lengths_ptr,
         seed_ptr,
+        dropout_p,
         n_heads,
         n_frames,
         n_blocks,
@@ -183,53 +239,77 @@ if triton is not None:
         stride_ot,
         stride_starts,
         stride_lengths,
-        dropout_p,
         LEFT: tl.constexpr,
         W: tl.constexpr,
         DH: tl.constexpr,
         RENORMALIZE: tl.constexpr,
-        BLOCK_T: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-        BLOCK_W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        STEPS: tl.constexpr,
+        TILES: tl.constexpr,
+        PAD: tl.constexpr,
         BLOCK_D: tl.constexpr,
         DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
         """out[t, d] = sum_s P[t, s] v[s, d] with P[t, s] = a[t, s - t + left].
 
-        One program owns BLOCK_T frames of one head of one sequence. Reads logits [BLOCK_T, W] and
-        v [BLOCK_T + W - 1, Dh], in tiles of BLOCK_S frames; writes out [BLOCK_T, Dh].
+        One program walks over STEPS blocks of BLOCK frames of one head of one sequence; a block's
+        windows lie in TILES tiles of values, all but one of which the next block uses again. Reads
+        logits [STEPS * BLOCK, W], v [(STEPS + TILES - 1) * BLOCK, Dh]; writes
+        out [STEPS * BLOCK, Dh].
         """
         pid = tl.program_id(0).to(tl.int64)
         bh = pid // n_blocks
         b = bh // n_heads
         h = bh % n_heads
-        t0 = ((pid % n_blocks) * BLOCK_T).to(tl.int32)
+        t0 = ((pid % n_blocks) * (STEPS * BLOCK)).to(tl.int32)
         start, end = _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames)
+        logits_ptr += b * stride_ab + h * stride_ah
+        v_ptr += b * stride_vb + h * stride_vh
         out_ptr += b * stride_ob + h * stride_oh
-        acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-        if (t0 < end) & (t0 + BLOCK_T > start):
-            logits_ptr += b * stride_ab + h * stride_ah
-            v_ptr += b * stride_vb + h * stride_vh
-            weights = _window_softmax(
-                logits_ptr, stride_aw, stride_at, t0, start, end,
-                LEFT, W, RENORMALIZE, BLOCK_T, BLOCK_W, WIDE,
-            )  # fmt: skip
-            if seed_ptr is not None:
-                keep = _keep(tl.load(seed_ptr), bh * n_frames + t0, dropout_p, BLOCK_T, BLOCK_W)
-                weights = tl.where(keep, weights, 0.0)
-            for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
-                cols = c * BLOCK_S + tl.arange(0, BLOCK_S)
-                slots = cols[None, :] - tl.arange(0, BLOCK_T)[:, None]
-                band = _band(weights, slots, W).to(DTYPE)
-                values = _value_tile(
-                    v_ptr, stride_vt, stride_vd, t0 - LEFT + c * BLOCK_S, start, end,
-                    DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
+        if (t0 < end) & (t0 + STEPS * BLOCK > start):
+            values = ()
+            for j in tl.static_range(TILES - 1):
+                values = values + (
+                    _load_tile(
+                        v_ptr, stride_vt, stride_vd, t0 - PAD + j * BLOCK, start, end,
+                        DH, BLOCK, BLOCK_D, DTYPE, WIDE,
+                    ),
                 )  # fmt: skip
-                acc = tl.dot(band, values, acc, input_precision="ieee")
-            if seed_ptr is not None:
-                acc = acc / (1.0 - dropout_p)
-        _store_tile(out_ptr, acc, stride_ot, stride_od, t0, n_frames, DH, BLOCK_T, BLOCK_D, WIDE)
+            for i in tl.static_range(STEPS):
+                ti = t0 + i * BLOCK
+                values = values + (
+                    _load_tile(
+                        v_ptr, stride_vt, stride_vd, ti - PAD + (TILES - 1) * BLOCK, start, end,
+                        DH, BLOCK, BLOCK_D, DTYPE, WIDE,
+                    ),
+                )  # fmt: skip
+                logits = _band_logits(
+                    logits_ptr, stride_aw, stride_at, ti, start, end,
+                    LEFT, PAD, W, RENORMALIZE, BLOCK, TILES, DTYPE, WIDE,
+                )  # fmt: skip
+                weights = _softmax(logits, TILES)
+                if seed_ptr is not None:
+                    kept = _kept(seed_ptr, bh * n_frames + ti, dropout_p, W, BLOCK)
+                acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+                for j in tl.static_range(TILES):
+                    p = weights[j]
+                    if seed_ptr is not None:
+                        p = _drop(p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
+                    acc = tl.dot(p.to(DTYPE), values[i + j], acc, input_precision="ieee")
+                if seed_ptr is not None:
+                    acc = acc / (1.0 - dropout_p)
+                _store_tile(
+                    out_ptr, acc, stride_ot, stride_od, ti, start, end, n_frames,
+                    DH, BLOCK, BLOCK_D, WIDE,
+                )  # fmt: skip
+        else:
+            zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+            for i in tl.static_range(STEPS):
+                _store_tile(
+                    out_ptr, zeros, stride_ot, stride_od, t0 + i * BLOCK, start, end, n_frames,
+                    DH, BLOCK, BLOCK_D, WIDE,
+                )  # fmt: skip
 
     @triton.jit
     def _ldsa_bwd_kernel(
@@ -241,6 +321,7 @@ if triton is not None:
         starts_ptr,
         lengths_ptr,
         seed_ptr,
+        dropout_p,
         n_heads,
         n_frames,
         n_blocks,
@@ -266,167 +347,237 @@ if triton is not None:
         stride_dvt,
         stride_starts,
         stride_lengths,
-        dropout_p,
         LEFT: tl.constexpr,
         W: tl.constexpr,
         DH: tl.constexpr,
         RENORMALIZE: tl.constexpr,
-        BLOCK_T: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-        BLOCK_W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        STEPS: tl.constexpr,
+        TILES: tl.constexpr,
+        PAD: tl.constexpr,
         BLOCK_D: tl.constexpr,
         DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
         """grad_logits = a (da - sum_k a da), da[t, k] = g[t] . v[t - left + k]; grad_v = P^T g.
 
-        One program owns BLOCK_T frames of one head of one sequence, as rows of grad_logits and as
-        rows of grad_v. grad_v[s] sums over the frames t in [s - right, s + left] that read s, whose
-        weights are made anew from their logits: no atomics, nothing saved by the forward pass.
-        Reads logits and g [BLOCK_T + W - 1, .] and v [BLOCK_T + W - 1, Dh].
+        One program walks along one head of one sequence, STEPS + TILES - 1 blocks of BLOCK frames.
+        A block's weights give grad_logits, and add to the grad_v of the TILES tiles that its windows
+        lie in: a sum is carried for each tile until the last block that reads it. The program owns
+        the grad_logits of its first STEPS blocks and the STEPS tiles of grad_v that it sums in
+        full, so that nothing is added up in memory: no atomics. The weights are made anew from
+        their logits; nothing is saved by the forward pass.
         """
         pid = tl.program_id(0).to(tl.int64)
         bh = pid // n_blocks
         b = bh // n_heads
         h = bh % n_heads
-        t0 = ((pid % n_blocks) * BLOCK_T).to(tl.int32)
+        s0 = ((pid % n_blocks) * (STEPS * BLOCK)).to(tl.int32)  # first frame of grad_v
+        t0 = s0 + PAD - (TILES - 1) * BLOCK
         start, end = _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames)
-        touched = (t0 < end) & (t0 + BLOCK_T > start)
         grad_ptr += b * stride_gb + h * stride_gh
         logits_ptr += b * stride_ab + h * stride_ah
         v_ptr += b * stride_vb + h * stride_vh
         if grad_logits_ptr is not None:
-            d_logits = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-            if touched:
-                weights = _window_softmax(
-                    logits_ptr, stride_aw, stride_at, t0, start, end,
-                    LEFT, W, RENORMALIZE, BLOCK_T, BLOCK_W, WIDE,
-                )  # fmt: skip
-                grad = _value_tile(
-                    grad_ptr, stride_gt, stride_gd, t0, start, end,
-                    DH, BLOCK_T, BLOCK_D, DTYPE, WIDE,
-                )  # fmt: skip
-                d_weights = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-                for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
-                    values = _value_tile(
-                        v_ptr, stride_vt, stride_vd, t0 - LEFT + c * BLOCK_S, start, end,
-                        DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
-                    )  # fmt: skip
-                    d_band = tl.dot(grad, tl.trans(values), input_precision="ieee")
-                    cols = tl.arange(0, BLOCK_T)[:, None] + tl.arange(0, BLOCK_W)[None, :]
-                    cols -= c * BLOCK_S
-                    valid = (cols >= 0) & (cols < BLOCK_S)
-                    part = tl.gather(d_band, tl.where(valid, cols, 0), axis=1)
-                    d_weights += tl.where(valid, part, 0.0)
-                if seed_ptr is not None:
-                    keep = _keep(tl.load(seed_ptr), bh * n_frames + t0, dropout_p, BLOCK_T, BLOCK_W)
-                    d_weights = tl.where(keep, d_weights / (1.0 - dropout_p), 0.0)
-                row = tl.sum(weights * d_weights, axis=1)[:, None]
-                d_logits = weights * (d_weights - row)
             grad_logits_ptr += b * stride_dab + h * stride_dah
-            _store_tile(
-                grad_logits_ptr, d_logits, stride_dat, stride_daw, t0, n_frames,
-                W, BLOCK_T, BLOCK_W, WIDE,
-            )  # fmt: skip
         if grad_v_ptr is not None:
-            d_v = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-            if touched:
-                for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
-                    u0 = t0 - (W - 1 - LEFT) + c * BLOCK_S
-                    weights = _window_softmax(
-                        logits_ptr, stride_aw, stride_at, u0, start, end,
-                        LEFT, W, RENORMALIZE, BLOCK_S, BLOCK_W, WIDE,
-                    )  # fmt: skip
-                    if seed_ptr is not None:
-                        keep = _keep(
-                            tl.load(seed_ptr), bh * n_frames + u0, dropout_p, BLOCK_S, BLOCK_W
-                        )
-                        weights = tl.where(keep, weights, 0.0)
-                    rows = c * BLOCK_S + tl.arange(0, BLOCK_S)
-                    slots = tl.arange(0, BLOCK_T)[None, :] - rows[:, None] + W - 1
-                    band = _band(weights, slots, W).to(DTYPE)
-                    grad = _value_tile(
-                        grad_ptr, stride_gt, stride_gd, u0, start, end,
-                        DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
-                    )  # fmt: skip
-                    d_v = tl.dot(tl.trans(band), grad, d_v, input_precision="ieee")
-                if seed_ptr is not None:
-                    d_v = d_v / (1.0 - dropout_p)
-                offs_t = t0 + tl.arange(0, BLOCK_T)
-                inside = (offs_t >= start) & (offs_t < end)
-                d_v = tl.where(inside[:, None], d_v, 0.0)
             grad_v_ptr += b * stride_dvb + h * stride_dvh
-            _store_tile(
-                grad_v_ptr, d_v, stride_dvt, stride_dvd, t0, n_frames, DH, BLOCK_T, BLOCK_D, WIDE
-            )
+        if (t0 < end) & (t0 + (STEPS + TILES - 1) * BLOCK > start):
+            values = ()
+            sums = ()
+            for j in tl.static_range(TILES - 1):
+                if grad_logits_ptr is not None:
+                    values = values + (
+                        _load_tile(
+                            v_ptr, stride_vt, stride_vd, t0 - PAD + j * BLOCK, start, end,
+                            DH, BLOCK, BLOCK_D, DTYPE, WIDE,
+                        ),
+                    )  # fmt: skip
+                sums = sums + (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
+            for i in tl.static_range(STEPS + TILES - 1):
+                ti = t0 + i * BLOCK
+                logits = _band_logits(
+                    logits_ptr, stride_aw, stride_at, ti, start, end,
+                    LEFT, PAD, W, RENORMALIZE, BLOCK, TILES, DTYPE, WIDE,
+                )  # fmt: skip
+                weights = _softmax(logits, TILES)
+                grad = _load_tile(
+                    grad_ptr, stride_gt, stride_gd, ti, start, end,
+                    DH, BLOCK, BLOCK_D, DTYPE, WIDE,
+                )  # fmt: skip
+                if seed_ptr is not None:
+                    kept = _kept(seed_ptr, bh * n_frames + ti, dropout_p, W, BLOCK)
+                if grad_v_ptr is not None:
+                    added = ()
+                    for j in tl.static_range(TILES):
+                        if (i + j >= TILES - 1) and (i + j < STEPS + TILES - 1):
+                            p = weights[j]
+                            if seed_ptr is not None:
+                                p = _drop(p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
+                            p = tl.trans(p.to(DTYPE))
+                            if j < TILES - 1:
+                                d_v = tl.dot(p, grad, sums[j], input_precision="ieee")
+                            else:
+                                d_v = tl.dot(p, grad, input_precision="ieee")
+                            added = added + (d_v,)
+                        else:
+                            added = added + (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
+                    if i >= TILES - 1:
+                        d_v = added[0]
+                        if seed_ptr is not None:
+                            d_v = d_v / (1.0 - dropout_p)
+                        _store_tile(
+                            grad_v_ptr, d_v, stride_dvt, stride_dvd, ti - PAD, start, end,
+                            n_frames, DH, BLOCK, BLOCK_D, WIDE,
+                        )  # fmt: skip
+                    sums = ()
+                    for j in tl.static_range(1, TILES):
+                        sums = sums + (added[j],)
+                if (grad_logits_ptr is not None) and (i < STEPS):
+                    values = values + (
+                        _load_tile(
+                            v_ptr, stride_vt, stride_vd, ti - PAD + (TILES - 1) * BLOCK, start, end,
+                            DH, BLOCK, BLOCK_D, DTYPE, WIDE,
+                        ),
+                    )  # fmt: skip
+                    d_weights = ()
+                    total = tl.zeros([BLOCK, 1], tl.float32)
+                    for j in tl.static_range(TILES):
+                        d_p = tl.dot(grad, tl.trans(values[i + j]), input_precision="ieee")
+                        if seed_ptr is not None:
+                            d_p = _drop(d_p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
+                            d_p = d_p / (1.0 - dropout_p)
+                        total += tl.sum(weights[j] * d_p, axis=1)[:, None]
+                        d_weights = d_weights + (d_p,)
+                    for j in tl.static_range(TILES):
+                        _store_band(
+                            grad_logits_ptr, weights[j] * (d_weights[j] - total), stride_daw,
+                            stride_dat, ti, LEFT - PAD + j * BLOCK, n_frames, W, BLOCK, WIDE,
+                        )  # fmt: skip
+        else:
+            for i in tl.static_range(STEPS):
+                if grad_logits_ptr is not None:
+                    for j in tl.static_range(TILES):
+                        _store_band(
+                            grad_logits_ptr, tl.zeros([BLOCK, BLOCK], tl.float32), stride_daw,
+                            stride_dat, t0 + i * BLOCK, LEFT - PAD + j * BLOCK, n_frames, W, BLOCK,
+                            WIDE,
+                        )  # fmt: skip
+                if grad_v_ptr is not None:
+                    _store_tile(
+                        grad_v_ptr, tl.zeros([BLOCK, BLOCK_D], tl.float32), stride_dvt, stride_dvd,
+                        s0 + i * BLOCK, start, end, n_frames, DH, BLOCK, BLOCK_D, WIDE,
+                    )  # fmt: skip
 
 
 # Whether Triton's interpreter was on when the kernels were defined: they then run on the CPU.
 INTERPRETED = triton is not None and not isinstance(_ldsa_fwd_kernel, triton.runtime.JITFunction)
 
 
-def _tiles(window, head_dim, itemsize, backward):
-    """Block sizes and warps; every row that can be chosen is checked on a GPU by the tests."""
-    block_w = max(16, triton.next_power_of_2(window + 1))  # one slot of padding: see _band
+def _tiles(window, left, head_dim, itemsize, time_last, backward):
+    """(BLOCK, STEPS, TILES, PAD, BLOCK_D, num_warps) of the kernels.
+
+    Every row that can be chosen is checked on a GPU by the tests.
+    """
+    block = 16 if window <= 17 else 32 if window <= 33 else 64
+    tiles = triton.cdiv(block - 1 + window, block)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    block_t = 16
-    block_s = 32 if block_w == 16 else 64
-    rows = block_s if backward else block_t
-    heavy = block_s * block_d * itemsize + rows * block_w * 4  # bytes of tiles to hold
-    warps = 1 if heavy <= 8192 else 2 if heavy <= 16384 else 4 if heavy <= 65536 else 8
-    return dict(BLOCK_T=block_t, BLOCK_S=block_s, BLOCK_W=block_w, BLOCK_D=block_d, num_warps=warps)
-
-
-def _wide(tiles, *tensors):
-    """Whether an offset inside a tile can pass 2^31 elements and needs 64-bit arithmetic."""
-    frames = max(tiles["BLOCK_T"], tiles["BLOCK_S"])
-    channels = max(tiles["BLOCK_W"], tiles["BLOCK_D"])
-    return any(x.stride(3) * frames + x.stride(2) * channels >= 2**31 for x in tensors)
-
-
-def _common(v, lengths, starts, window, left, renormalize, tiles):
-    dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
-    return dict(
-        stride_starts=0 if starts is None else starts.stride(0),
-        stride_lengths=0 if lengths is None else lengths.stride(0),
-        LEFT=left,
-        W=window,
-        DH=v.shape[2],
-        RENORMALIZE=renormalize,
-        # The interpreter's bf16 arithmetic is wrong; its fp32 stands in for the tensor cores'.
-        DTYPE=tl.float32 if INTERPRETED else dtype,
-        **tiles,
-    )
-
-
-def _on_device(x):
-    """Launches go to the current device: make it that of `x` for their time."""
-    if x.device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.accelerator.device_index(x.device.index)
+    steps = 4 if block_d * itemsize <= 128 and tiles <= 2 else 2 if tiles <= 3 else 1
+    # Where time is innermost, tiles of values that begin at a multiple of 8 frames load as vectors.
+    pad = -(-left // 8) * 8 if time_last else left
+    if block - 1 + pad + window - left > tiles * block:
+        pad = left
+    warps = block // 16 * (2 if block_d * itemsize > 256 else 1)
+    return block, steps, tiles, pad, block_d, warps
 
 
 def empty_like(x):
     """Uninitialised dense tensor with the shape, dtype, device and memory order of `x`."""
+    if x.is_contiguous() or x.permute(0, 3, 1, 2).is_contiguous():
+        return torch.empty_like(x)
     return torch.empty_permuted(x.shape, memory_order(x), dtype=x.dtype, device=x.device)
+
+
+# Compiled kernels, with their grid and numbers, by everything that these depend on: a launch that was
+# made before skips Triton's dispatch, which takes longer than a small kernel runs.
+_launches = {}
+
+
+def _launch(kernel, tensors, dropout_p, key, arguments):
+    """Run `kernel` on its tensors.
+
+    Args:
+        tensors: pointer arguments; the first is not None.
+        key: what grid, numbers and constants depend on, with the tensors' dtypes and device.
+        arguments: function that gives (grid, numbers, constants, num_warps).
+    """
+    device = tensors[0].device
+    if device.type != "cpu" and device.index != torch.accelerator.current_device_index():
+        with torch.accelerator.device_index(device.index):
+            return _launch(kernel, tensors, dropout_p, key, arguments)
+    # Triton specialises on pointers that are multiples of 16 bytes; others take its own way.
+    aligned = not any([x is not None and x.data_ptr() % 16 for x in tensors])
+    key = kernel, device, key, tuple([None if x is None else x.dtype for x in tensors])
+    known = _launches.get(key) if aligned else None
+    if known is not None:
+        compiled, grid, rest = known
+        compiled[grid](*tensors, dropout_p, *rest)
+        return None
+    grid, numbers, constants, num_warps = arguments()
+    compiled = kernel[grid](*tensors, dropout_p, *numbers, *constants, num_warps=num_warps)
+    if aligned and not INTERPRETED:
+        if len(_launches) >= 4096:
+            _launches.clear()
+        _launches[key] = compiled, grid, (*numbers, *constants)
+    return None
+
+
+def _arguments(x_strides, bounds, a_logits, v, left, renormalize, backward):
+    """(grid, numbers, constants, num_warps) of a launch; x_strides are the tensors' strides."""
+    batch, heads, head_dim, frames = v.shape
+    window = a_logits.shape[2]
+    block, steps, tiles, pad, block_d, num_warps = _tiles(
+        window, left, head_dim, v.element_size(), v.stride(3) == 1, backward
+    )
+    # The backward kernel's blocks begin before frame 0: see there.
+    blocks = triton.cdiv(frames + ((tiles - 1) * block - pad if backward else 0), block * steps)
+    dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
+    if INTERPRETED:  # its bf16 arithmetic is wrong; fp32 stands in for the tensor cores'
+        dtype = tl.float32
+    # Offsets inside a tile are 32-bit unless one can pass 2^31 elements.
+    wide = any(s[3] * block + s[2] * max(block_d, window) >= 2**31 for s in x_strides)
+    numbers = [heads, frames, blocks]
+    for strides in x_strides:
+        numbers += strides
+    numbers += [0 if bound is None else bound.stride(0) for bound in bounds]
+    constants = (
+        left, window, head_dim, renormalize, block, steps, tiles, pad, block_d, dtype, wide
+    )  # fmt: skip
+    return (batch * heads * blocks, 1, 1), numbers, constants, num_warps
 
 
 def launch_forward(a_logits, v, lengths, starts, seed, left, renormalize, dropout_p):
     """Allocate out [B,H,Dh,T] and run the forward kernel; arguments are checked by the caller."""
-    batch, heads, head_dim, frames = v.shape
     out = empty_like(v)
     if out.numel() == 0:
         return out
-    window = a_logits.shape[2]
-    tiles = _tiles(window, head_dim, v.element_size(), backward=False)
-    blocks = triton.cdiv(frames, tiles["BLOCK_T"])
-    with _on_device(v):
-        _ldsa_fwd_kernel[(batch * heads * blocks,)](
-            a_logits, v, out, starts, lengths, seed, heads, frames, blocks,
-            *a_logits.stride(), *v.stride(), *out.stride(), dropout_p=dropout_p,
-            WIDE=_wide(tiles, a_logits, v, out),
-            **_common(v, lengths, starts, window, left, renormalize, tiles),
-        )  # fmt: skip
+    bounds = starts, lengths
+    strides = a_logits.stride(), v.stride(), out.stride()
+    key = (
+        v.shape,
+        strides,
+        a_logits.shape[2],
+        left,
+        renormalize,
+        tuple([None if x is None else x.stride(0) for x in bounds]),
+    )
+    _launch(
+        _ldsa_fwd_kernel,
+        (a_logits, v, out, starts, lengths, seed),
+        dropout_p,
+        key,
+        lambda: _arguments(strides, bounds, a_logits, v, left, renormalize, backward=False),
+    )
     return out
 
 
@@ -434,24 +585,32 @@ def launch_backward(
     grad, a_logits, v, lengths, starts, seed, left, renormalize, dropout_p, need_logits, need_v
 ):
     """Allocate the gradients of a_logits and v that are needed (else None) and run the kernel."""
-    batch, heads, head_dim, frames = v.shape
     grad_logits = empty_like(a_logits) if need_logits else None
     grad_v = empty_like(v) if need_v else None
     if v.numel() == 0:
         return grad_logits, grad_v
-    window = a_logits.shape[2]
-    tiles = _tiles(window, head_dim, v.element_size(), backward=True)
-    blocks = triton.cdiv(frames, tiles["BLOCK_T"])
-    unused = (0, 0, 0, 0)
-    written = [x for x in (grad_logits, grad_v) if x is not None]
-    with _on_device(v):
-        _ldsa_bwd_kernel[(batch * heads * blocks,)](
-            grad, a_logits, v, grad_logits, grad_v, starts, lengths, seed, heads, frames, blocks,
-            *grad.stride(), *a_logits.stride(), *v.stride(),
-            *(grad_logits.stride() if need_logits else unused),
-            *(grad_v.stride() if need_v else unused),
-            dropout_p=dropout_p,
-            WIDE=_wide(tiles, grad, a_logits, v, *written),
-            **_common(v, lengths, starts, window, left, renormalize, tiles),
-        )  # fmt: skip
+    bounds = starts, lengths
+    none = (0, 0, 0, 0)
+    strides = (
+        grad.stride(),
+        a_logits.stride(),
+        v.stride(),
+        grad_logits.stride() if need_logits else none,
+        grad_v.stride() if need_v else none,
+    )
+    key = (
+        v.shape,
+        strides,
+        a_logits.shape[2],
+        left,
+        renormalize,
+        tuple([None if x is None else x.stride(0) for x in bounds]),
+    )
+    _launch(
+        _ldsa_bwd_kernel,
+        (grad, a_logits, v, grad_logits, grad_v, starts, lengths, seed),
+        dropout_p,
+        key,
+        lambda: _arguments(strides, bounds, a_logits, v, left, renormalize, backward=True),
+    )
     return grad_logits, grad_v
