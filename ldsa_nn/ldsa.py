@@ -1,7 +1,7 @@
 """Local dense synthesizer attention layers, with the reference repository's parameters."""
 
 import operator
-from typing import Any, SupportsIndex
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,15 @@ from ldsa_nn.functional import (
     ldsa_local_attention,
     ldsa_weights,
     mask_extent,
+)
+from ldsa_nn.streaming import (
+    LdsaState,
+    check_batch_size,
+    check_chunk,
+    check_state,
+    chunk_lengths,
+    last_frames,
+    zeros_like_parameter,
 )
 
 __all__ = ["HybridAttention", "LocalDenseSynthesizerAttention"]
@@ -218,6 +227,116 @@ class LocalDenseSynthesizerAttention(nn.Module):
         )
         return out, weights.transpose(2, 3)
 
+    @property
+    def delay(self) -> int:
+        """How many frames a step's output lags behind its input: `right`."""
+        return self.right
+
+    @property
+    def _kept(self) -> int:
+        """Frames in a state; without a window one all the same, since no tensor may be empty."""
+        return max(self.left + self.right, 1)
+
+    def init_state(
+        self,
+        batch_size: int,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> LdsaState:
+        """The state of streams of which no frame has come yet.
+
+        Args:
+            batch_size: number of streams B, dimension 0 of every state tensor.
+            device, dtype: default those of the parameters. Under autocast its dtype may be given
+                instead, for a smaller state and faster steps.
+
+        Returns:
+            An `LdsaState`. Shapes depend on the layer and B alone and are never empty.
+        """
+        check_batch_size(batch_size)
+        shape = (batch_size, self._kept, self.n_head)
+        to: Any = {"device": device, "dtype": dtype}
+        logits = zeros_like_parameter(self.w3.weight, *shape, self.window, **to)
+        value = zeros_like_parameter(self.w3.weight, *shape, self.n_feat // self.n_head, **to)
+        start = torch.full((batch_size,), self._kept, device=logits.device, dtype=torch.int64)
+        return LdsaState(logits, value, start)
+
+    def step(
+        self, x: Tensor, state: LdsaState, lengths: Tensor | None = None
+    ) -> tuple[Tensor, LdsaState]:
+        """Attend from the next frames of running streams.
+
+            y[:, i] = forward of the whole stream, at frame n + i - right; n frames came before
+
+        Each frame is projected once, for its own step, and the op runs on the frames kept and the
+        chunk together. Inference: there is no dropout, in training mode neither. Nothing given is
+        written to, and nothing returned shares memory with it.
+
+        Args:
+            x: the chunk, [B,T,D], any T >= 1.
+            state: from `init_state` or the step before.
+            lengths: integer [B], clamped to [0, T]: the first lengths[b] frames of the chunk are
+                real for stream b, default all. What lies beyond, NaN too, is ignored; a stream
+                with none keeps its state bit for bit.
+
+        Returns:
+            (y [B,T,D], the new state). y is exactly 0 before the stream's frame 0 and at
+            i >= lengths[b].
+
+        Raises:
+            ValueError, TypeError: x, state or lengths has the wrong shape, dtype or device.
+        """
+        state = check_chunk("x", x, self.n_feat, self, state, self.w3.weight, lengths)
+        batch, frames, _ = x.shape
+        kept, head_dim = self._kept, self.n_feat // self.n_head
+        value = self.w3(x).view(batch, frames, self.n_head, head_dim).to(state.value.dtype)
+        logits = self._logits(x).permute(0, 3, 1, 2).to(state.logits.dtype)
+        value = torch.cat([state.value, value], 1)
+        logits = torch.cat([state.logits, logits], 1)
+        ends = None
+        if lengths is not None:
+            lengths = chunk_lengths(lengths, frames, x.device)
+            ends = kept + lengths
+        first = kept - self.right  # the place of y[:, 0]
+        y = self._attend(LdsaState(logits, value, state.start), ends, first, frames)
+        if self.w_out.bias is not None or (self.right > 0 and lengths is not None):
+            inside = frames_inside(lengths, state.start - first, frames, x.device)
+            y = torch.where(inside[:, :, None], y, 0.0)
+        logits, value = last_frames(kept, lengths, logits, value)
+        came = frames if lengths is None else lengths
+        return y, LdsaState(logits, value, state.start - came)
+
+    def flush(self, state: LdsaState) -> Tensor:
+        """The last `right` frames of streams that have ended, [B,right,D].
+
+        They are what steps still owed: zeros before the stream's frame 0, if it is shorter than
+        `right`. The state stays valid. Errors are those of `step`.
+        """
+        state = check_state(self, state, self.w3.weight)
+        first = self._kept - self.right
+        y = self._attend(state, None, first, self.right)
+        if self.w_out.bias is not None:
+            inside = frames_inside(None, state.start - first, self.right, y.device)
+            y = torch.where(inside[:, :, None], y, 0.0)
+        return y
+
+    def _attend(self, joint: LdsaState, ends: Tensor | None, first: int, frames: int) -> Tensor:
+        """Output [B,frames,D] at `frames` frames of a buffer from `first` on, before masking."""
+        out = ldsa_local_attention(
+            joint.logits.permute(0, 2, 3, 1),
+            joint.value.permute(0, 2, 3, 1),
+            self.left,
+            self.right,
+            lengths=ends,
+            starts=joint.start,
+            edge=self.edge,
+            implementation=self.implementation,
+        )
+        # The op also ran at the frames around, whose windows the buffer cuts: not taken.
+        out = out.permute(0, 3, 1, 2)[:, first : first + frames]
+        return self.w_out(out.reshape(out.shape[0], frames, self.n_feat))
+
     def extra_repr(self) -> str:
         """Options shown in print(module)."""
         return (
@@ -282,7 +401,7 @@ class HybridAttention(nn.Module):
 
         x = ldsa_att(query, key, value, mask);  out = dot_att(x, x, x, mask)
 
-    Offline only: dot_att sees the whole sequence, so there is no step.
+    Offline only: dot_att sees the whole sequence, so step and its kin raise.
 
     Args:
         n_head: number of heads of both parts, a divisor of n_feat.
@@ -382,3 +501,16 @@ class HybridAttention(nn.Module):
             keep = keep_mask(mask, query.shape[0], frames).to(query.device, non_blocking=True)
         out = self.dot_att(x, keep)
         return out if inside is None else torch.where(inside[:, :, None], out, 0.0)
+
+    def _offline_only(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """There is none: dot_att attends to the whole sequence.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "HybridAttention is offline only: dot_att attends to the whole sequence, so there is "
+            "no init_state, step or flush; LocalDenseSynthesizerAttention streams"
+        )
+
+    init_state = step = flush = _offline_only

@@ -283,7 +283,7 @@ def _check_others(
 ) -> list[str]:
     """Warnings of the attentions that stay; an error where nothing is found or one is unknown."""
     known = ", ".join(
-        f"{name} ({', '.join(host.parent.rpartition('.')[2] for host in file.HOSTS)})"
+        f"{name} ({', '.join(dict.fromkeys(h.parent.rpartition('.')[2] for h in file.HOSTS))})"
         for name, file in hosts.loaded().items()
     )
     known = f"Known hosts, matched by exact class: {known}"

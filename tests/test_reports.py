@@ -2,7 +2,8 @@
 
 Kinds as in the list they were collected in: A size and launch limits, B devices, C strides, D
 shapes and window edges, E numerics, F padding and masks, G dropout, H autograd and dtypes, I
-compilation. Checkpoints are in test_convert.py, platforms without Triton in test_package.py.
+compilation. Streaming and its export are in test_streaming.py, checkpoints in test_convert.py,
+platforms without Triton in test_package.py.
 """
 
 import itertools

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 # Not `import torch`: in this package that name becomes the host file's.
-from torch import Tensor, compiler, nn
+from torch import Tensor, cat, compiler, nn
 from torch import bool as bool_
 
 __all__ = [
@@ -24,9 +24,21 @@ __all__ = [
     "Host",
     "class_name",
     "keep_from_padding",
+    "kept_frames",
     "loaded",
     "names",
 ]
+
+
+# The modules whose presence shows that a process may hold a toolkit's models, where that is not the
+# package of the host file's name.
+_SIGNS = {
+    "espnet2": ("espnet2", "espnet"),
+    # Recipes are folders of scripts, and their modules stand at the top.
+    "icefall": ("icefall", "conformer", "zipformer"),
+    # The package alone may have no speech models, and may lack what they need.
+    "nemo": ("nemo.collections.asr.parts.submodules.multi_head_attention",),
+}
 
 
 class Attention(NamedTuple):
@@ -60,10 +72,56 @@ class Adapter(nn.Module):
     """
 
     def __init__(self, old: nn.Module, layer: nn.Module, left: int, right: int) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # not that of a host's class which an adapter must be one of
         self.layer = layer
         self.left = left
         self.right = right
+
+    def attend(self, query: Tensor, value: Tensor, keep: Tensor | None = None) -> Tensor:
+        """Run the layer on the last frames of `value`.
+
+        The frames before query's are a stream's past. Only the last `left` of them are used, so
+        that their number does not change the result once it is `left`.
+
+        Args:
+            query: [B,T,D].
+            value: [B,P+T,D], P frames of the past, then query's.
+            keep: bool [B,P+T], True = keep; frames of the past that are none are not kept.
+
+        Returns:
+            [B,T,D].
+
+        Raises:
+            ValueError: value is shorter than query, or as the layer does.
+        """
+        past = value.shape[1] - query.shape[1]
+        if past < 0:
+            raise ValueError(
+                f"value must have query's {query.shape[1]} frames or more, got {value.shape[1]}"
+            )
+        drop = max(past - self.left, 0)
+        value = value[:, drop:]
+        keep = None if keep is None else keep[:, drop:]
+        past -= drop
+        if past:
+            query = cat([value[:, :past], query], 1)
+        out = self.layer(query, value, value, mask=keep, lengths=None)
+        return out[:, past:]
+
+    def check_ahead(self, attn_mask: Tensor | None) -> None:
+        """Raise where a mask of pairs, [T,T] or [N,T,T], forbids a later frame of the window.
+
+        It may be bool, True = forbidden, or additive. What it forbids of earlier frames stays in
+        the window, as the report warns.
+        """
+        if attn_mask is None or self.right == 0:
+            return
+        advice = f"a causal or chunked host needs a window with right=0, got right={self.right}"
+        if compiler.is_compiling():
+            raise ValueError(f"attn_mask cannot be checked in a compiled model: {advice}")
+        forbidden = attn_mask if attn_mask.dtype == bool_ else attn_mask < -1e3
+        if forbidden.triu(1).tril(self.right).any():
+            raise ValueError(f"attn_mask forbids later frames of the window: {advice}")
 
     def extra_repr(self) -> str:
         """Show the window, which a layer of `make` may not show."""
@@ -112,7 +170,7 @@ def loaded() -> dict[str, ModuleType]:
     return {
         name: importlib.import_module(f"{__name__}.{name}")
         for name in names()
-        if sys.modules.get(name)
+        if any(sys.modules.get(sign) for sign in _SIGNS.get(name, (name,)))
     }
 
 
@@ -144,3 +202,33 @@ def keep_from_padding(mask: Tensor) -> Tensor:
                 f"{mask[other][0].item()}: the layer's window takes no bias"
             )
     return keep
+
+
+def kept_frames(keep: Tensor, batch: int, frames: int, past: int = 0) -> Tensor:
+    """The frames that a host's mask of keys or of pairs keeps, without synchronising.
+
+    Of a mask of pairs the diagonal counts, because under a causal or chunk mask no row keeps all
+    frames; of the past, where there is no diagonal, a frame counts that any row keeps.
+
+    Args:
+        keep: bool, True = keep, [B,P+T], [B,1,P+T] or [B,T,P+T].
+        batch, frames, past: B, T and P that it must have.
+
+    Returns:
+        bool [B,P+T].
+
+    Raises:
+        ValueError: keep has another shape.
+    """
+    whole = past + frames
+    shape = tuple(keep.shape)
+    if shape == (batch, whole):
+        return keep
+    if shape == (batch, 1, whole):
+        return keep[:, 0]
+    if shape == (batch, frames, whole):
+        return cat([keep[..., :past].any(1), keep.diagonal(past, 1, 2)], 1)
+    raise ValueError(
+        f"mask must have shape [B,1,S] or [B,T,S] with B={batch}, T={frames} and S={whole}, got "
+        f"{list(shape)}"
+    )
