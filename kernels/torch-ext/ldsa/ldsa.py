@@ -70,19 +70,17 @@ if triton is not None:
         """
         row = tl.arange(0, BLOCK)[:, None]
         t = t0 + row
+        # One comparison a slot: as an unsigned number, a negative one is above every bound.
+        bound = tl.where((t >= start) & (t < end), W, 0).to(tl.uint32)
+        slot = tl.arange(0, BLOCK)[None, :] - row + (LEFT - PAD)
+        ptrs = _pointers(logits_ptr, stride_t, stride_w, t0, row, slot, WIDE)
         tiles = ()
         for j in tl.static_range(TILES):
-            column = j * BLOCK + tl.arange(0, BLOCK)[None, :]
-            slot = column - row + (LEFT - PAD)
-            mask = (slot >= 0) & (slot < W) & (t >= start) & (t < end)
+            mask = (slot + j * BLOCK).to(tl.uint32, bitcast=True) < bound
             if RENORMALIZE:
-                source = t0 - PAD + column
+                source = t0 - PAD + j * BLOCK + tl.arange(0, BLOCK)[None, :]
                 mask = mask & (source >= start) & (source < end)
-            x = tl.load(
-                _pointers(logits_ptr, stride_t, stride_w, t0, row, slot, WIDE),
-                mask=mask,
-                other=float("-inf"),
-            ).to(tl.float32)
+            x = tl.load(ptrs + j * BLOCK * stride_w, mask=mask, other=float("-inf")).to(tl.float32)
             # +inf becomes the largest number: such entries share the weight, inf - inf never is.
             x = tl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
             if DTYPE != tl.float32:
@@ -179,39 +177,44 @@ if triton is not None:
         t0,
         start,
         end,
+        first,
         n_frames,
         DH: tl.constexpr,
         BLOCK: tl.constexpr,
         BLOCK_D: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """Store [BLOCK, BLOCK_D] to the frames from t0 on in [0, T); 0 outside [start, end)."""
+        """Store [BLOCK, BLOCK_D], of the frames from t0 on, to [first, T); 0 outside [start, end)."""
         rel_t = tl.arange(0, BLOCK)[:, None]
         offs_d = tl.arange(0, BLOCK_D)[None, :]
         t = t0 + rel_t
         x = tl.where((t >= start) & (t < end), x, 0.0).to(ptr.dtype.element_ty)
         ptrs = _pointers(ptr, stride_t, stride_d, t0, rel_t, offs_d, WIDE)
-        tl.store(ptrs, x, mask=(t >= 0) & (t < n_frames) & (offs_d < DH))
+        tl.store(ptrs, x, mask=(t >= first) & (t < n_frames) & (offs_d < DH))
 
     @triton.jit
     def _store_band(
         ptr,
-        x,
+        tiles,
         stride_w,
         stride_t,
         t0,
-        first_slot: tl.constexpr,
         n_frames,
+        FIRST_SLOT: tl.constexpr,
         W: tl.constexpr,
         BLOCK: tl.constexpr,
+        TILES: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """Store a tile in band form, whose column c of row r is slot first_slot + c - r."""
+        """Store tiles in band form, side by side: column c of row r is slot FIRST_SLOT + c - r."""
         row = tl.arange(0, BLOCK)[:, None]
-        slot = first_slot + tl.arange(0, BLOCK)[None, :] - row
-        mask = (slot >= 0) & (slot < W) & (t0 + row >= 0) & (t0 + row < n_frames)
+        t = t0 + row
+        bound = tl.where((t >= 0) & (t < n_frames), W, 0).to(tl.uint32)
+        slot = tl.arange(0, BLOCK)[None, :] - row + FIRST_SLOT
         ptrs = _pointers(ptr, stride_t, stride_w, t0, row, slot, WIDE)
-        tl.store(ptrs, x.to(ptr.dtype.element_ty), mask=mask)
+        for j in tl.static_range(TILES):
+            mask = (slot + j * BLOCK).to(tl.uint32, bitcast=True) < bound
+            tl.store(ptrs + j * BLOCK * stride_w, tiles[j].to(ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _ldsa_fwd_kernel(
@@ -276,9 +279,9 @@ if triton is not None:
                         DH, BLOCK, BLOCK_D, DTYPE, WIDE,
                     ),
                 )  # fmt: skip
-            for i in tl.static_range(STEPS):
+            for i in range(STEPS):
                 ti = t0 + i * BLOCK
-                values = values + (
+                window = values + (
                     _load_tile(
                         v_ptr, stride_vt, stride_vd, ti - PAD + (TILES - 1) * BLOCK, start, end,
                         DH, BLOCK, BLOCK_D, DTYPE, WIDE,
@@ -296,18 +299,21 @@ if triton is not None:
                     p = weights[j]
                     if seed_ptr is not None:
                         p = _drop(p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
-                    acc = tl.dot(p.to(DTYPE), values[i + j], acc, input_precision="ieee")
+                    acc = tl.dot(p.to(DTYPE), window[j], acc, input_precision="ieee")
                 if seed_ptr is not None:
                     acc = acc / (1.0 - dropout_p)
                 _store_tile(
-                    out_ptr, acc, stride_ot, stride_od, ti, start, end, n_frames,
+                    out_ptr, acc, stride_ot, stride_od, ti, start, end, 0, n_frames,
                     DH, BLOCK, BLOCK_D, WIDE,
                 )  # fmt: skip
+                values = ()
+                for j in tl.static_range(1, TILES):
+                    values = values + (window[j],)
         else:
             zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-            for i in tl.static_range(STEPS):
+            for i in range(STEPS):
                 _store_tile(
-                    out_ptr, zeros, stride_ot, stride_od, t0 + i * BLOCK, start, end, n_frames,
+                    out_ptr, zeros, stride_ot, stride_od, t0 + i * BLOCK, start, end, 0, n_frames,
                     DH, BLOCK, BLOCK_D, WIDE,
                 )  # fmt: skip
 
@@ -394,7 +400,7 @@ if triton is not None:
                         ),
                     )  # fmt: skip
                 sums = sums + (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
-            for i in tl.static_range(STEPS + TILES - 1):
+            for i in range(STEPS + TILES - 1):
                 ti = t0 + i * BLOCK
                 logits = _band_logits(
                     logits_ptr, stride_aw, stride_at, ti, start, end,
@@ -410,63 +416,68 @@ if triton is not None:
                 if grad_v_ptr is not None:
                     added = ()
                     for j in tl.static_range(TILES):
-                        if (i + j >= TILES - 1) and (i + j < STEPS + TILES - 1):
-                            p = weights[j]
-                            if seed_ptr is not None:
-                                p = _drop(p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
-                            p = tl.trans(p.to(DTYPE))
-                            if j < TILES - 1:
-                                d_v = tl.dot(p, grad, sums[j], input_precision="ieee")
-                            else:
-                                d_v = tl.dot(p, grad, input_precision="ieee")
-                            added = added + (d_v,)
-                        else:
-                            added = added + (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
-                    if i >= TILES - 1:
-                        d_v = added[0]
+                        p = weights[j]
                         if seed_ptr is not None:
-                            d_v = d_v / (1.0 - dropout_p)
-                        _store_tile(
-                            grad_v_ptr, d_v, stride_dvt, stride_dvd, ti - PAD, start, end,
-                            n_frames, DH, BLOCK, BLOCK_D, WIDE,
-                        )  # fmt: skip
+                            p = _drop(p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
+                        p = tl.trans(p.to(DTYPE))
+                        if j < TILES - 1:
+                            d_v = tl.dot(p, grad, sums[j], input_precision="ieee")
+                        else:
+                            d_v = tl.dot(p, grad, input_precision="ieee")
+                        added = added + (d_v,)
+                    d_v = added[0]
+                    if seed_ptr is not None:
+                        d_v = d_v / (1.0 - dropout_p)
+                    # Of tiles before s0, and of the last, the sums are a neighbour's to store.
+                    _store_tile(
+                        grad_v_ptr, d_v, stride_dvt, stride_dvd, ti - PAD, start, end,
+                        s0, n_frames, DH, BLOCK, BLOCK_D, WIDE,
+                    )  # fmt: skip
                     sums = ()
                     for j in tl.static_range(1, TILES):
                         sums = sums + (added[j],)
-                if (grad_logits_ptr is not None) and (i < STEPS):
-                    values = values + (
+                if grad_logits_ptr is not None:
+                    window = values + (
                         _load_tile(
                             v_ptr, stride_vt, stride_vd, ti - PAD + (TILES - 1) * BLOCK, start, end,
                             DH, BLOCK, BLOCK_D, DTYPE, WIDE,
                         ),
                     )  # fmt: skip
-                    d_weights = ()
-                    total = tl.zeros([BLOCK, 1], tl.float32)
-                    for j in tl.static_range(TILES):
-                        d_p = tl.dot(grad, tl.trans(values[i + j]), input_precision="ieee")
-                        if seed_ptr is not None:
-                            d_p = _drop(d_p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
-                            d_p = d_p / (1.0 - dropout_p)
-                        total += tl.sum(weights[j] * d_p, axis=1)[:, None]
-                        d_weights = d_weights + (d_p,)
-                    for j in tl.static_range(TILES):
+                    if i < STEPS:
+                        d_weights = ()
+                        total = tl.zeros([BLOCK, 1], tl.float32)
+                        for j in tl.static_range(TILES):
+                            d_p = tl.dot(grad, tl.trans(window[j]), input_precision="ieee")
+                            if seed_ptr is not None:
+                                d_p = _drop(d_p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
+                                d_p = d_p / (1.0 - dropout_p)
+                            total += tl.sum(weights[j] * d_p, axis=1)[:, None]
+                            d_weights = d_weights + (d_p,)
+                        d_logits = ()
+                        for j in tl.static_range(TILES):
+                            d_logits = d_logits + (weights[j] * (d_weights[j] - total),)
                         _store_band(
-                            grad_logits_ptr, weights[j] * (d_weights[j] - total), stride_daw,
-                            stride_dat, ti, LEFT - PAD + j * BLOCK, n_frames, W, BLOCK, WIDE,
+                            grad_logits_ptr, d_logits, stride_daw, stride_dat, ti, n_frames,
+                            LEFT - PAD, W, BLOCK, TILES, WIDE,
                         )  # fmt: skip
+                    values = ()
+                    for j in tl.static_range(1, TILES):
+                        values = values + (window[j],)
         else:
-            for i in tl.static_range(STEPS):
+            no_logits = ()
+            for _ in tl.static_range(TILES):
+                no_logits = no_logits + (tl.zeros([BLOCK, BLOCK], tl.float32),)
+            no_values = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+            for i in range(STEPS):
                 if grad_logits_ptr is not None:
-                    for j in tl.static_range(TILES):
-                        _store_band(
-                            grad_logits_ptr, tl.zeros([BLOCK, BLOCK], tl.float32), stride_daw,
-                            stride_dat, t0 + i * BLOCK, LEFT - PAD + j * BLOCK, n_frames, W, BLOCK,
-                            WIDE,
-                        )  # fmt: skip
+                    _store_band(
+                        grad_logits_ptr, no_logits, stride_daw, stride_dat, t0 + i * BLOCK,
+                        n_frames, LEFT - PAD, W, BLOCK, TILES, WIDE,
+                    )  # fmt: skip
                 if grad_v_ptr is not None:
                     _store_tile(
-                        grad_v_ptr, tl.zeros([BLOCK, BLOCK_D], tl.float32), stride_dvt, stride_dvd,
-                        s0 + i * BLOCK, start, end, n_frames, DH, BLOCK, BLOCK_D, WIDE,
+                        grad_v_ptr, no_values, stride_dvt, stride_dvd, s0 + i * BLOCK, start, end,
+                        0, n_frames, DH, BLOCK, BLOCK_D, WIDE,
                     )  # fmt: skip
 
 
