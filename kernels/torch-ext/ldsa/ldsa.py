@@ -59,6 +59,8 @@ if triton is not None:
         RENORMALIZE: tl.constexpr,
         BLOCK: tl.constexpr,
         TILES: tl.constexpr,
+        GATHER: tl.constexpr,
+        BLOCK_W: tl.constexpr,
         DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
@@ -73,14 +75,28 @@ if triton is not None:
         # One comparison a slot: as an unsigned number, a negative one is above every bound.
         bound = tl.where((t >= start) & (t < end), W, 0).to(tl.uint32)
         slot = tl.arange(0, BLOCK)[None, :] - row + (LEFT - PAD)
-        ptrs = _pointers(logits_ptr, stride_t, stride_w, t0, row, slot, WIDE)
+        if GATHER:
+            # Frames lie side by side: read slot by slot, then shift in registers.
+            slots = tl.arange(0, BLOCK_W)[None, :]
+            compact = tl.load(
+                _pointers(logits_ptr, stride_t, stride_w, t0, row, slots, WIDE),
+                mask=slots.to(tl.uint32) < bound,
+                other=float("-inf"),
+            )
+        else:
+            ptrs = _pointers(logits_ptr, stride_t, stride_w, t0, row, slot, WIDE)
         tiles = ()
         for j in tl.static_range(TILES):
             mask = (slot + j * BLOCK).to(tl.uint32, bitcast=True) < bound
             if RENORMALIZE:
                 source = t0 - PAD + j * BLOCK + tl.arange(0, BLOCK)[None, :]
                 mask = mask & (source >= start) & (source < end)
-            x = tl.load(ptrs + j * BLOCK * stride_w, mask=mask, other=float("-inf")).to(tl.float32)
+            if GATHER:
+                x = tl.gather(compact, tl.where(mask, slot + j * BLOCK, W), axis=1)
+                x = x.to(tl.float32)
+            else:
+                x = tl.load(ptrs + j * BLOCK * stride_w, mask=mask, other=float("-inf"))
+                x = x.to(tl.float32)
             # +inf becomes the largest number: such entries share the weight, inf - inf never is.
             x = tl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
             if DTYPE != tl.float32:
@@ -204,17 +220,30 @@ if triton is not None:
         W: tl.constexpr,
         BLOCK: tl.constexpr,
         TILES: tl.constexpr,
+        GATHER: tl.constexpr,
+        BLOCK_W: tl.constexpr,
         WIDE: tl.constexpr,
     ):
         """Store tiles in band form, side by side: column c of row r is slot FIRST_SLOT + c - r."""
         row = tl.arange(0, BLOCK)[:, None]
         t = t0 + row
         bound = tl.where((t >= 0) & (t < n_frames), W, 0).to(tl.uint32)
-        slot = tl.arange(0, BLOCK)[None, :] - row + FIRST_SLOT
-        ptrs = _pointers(ptr, stride_t, stride_w, t0, row, slot, WIDE)
-        for j in tl.static_range(TILES):
-            mask = (slot + j * BLOCK).to(tl.uint32, bitcast=True) < bound
-            tl.store(ptrs + j * BLOCK * stride_w, tiles[j].to(ptr.dtype.element_ty), mask=mask)
+        if GATHER:
+            slot = tl.arange(0, BLOCK_W)[None, :]
+            x = tl.zeros([BLOCK, BLOCK_W], ptr.dtype.element_ty)
+            for j in tl.static_range(TILES):
+                column = slot + row - (FIRST_SLOT + j * BLOCK)
+                valid = (column >= 0) & (column < BLOCK)
+                part = tl.gather(tiles[j].to(ptr.dtype.element_ty), tl.where(valid, column, 0), axis=1)
+                x = tl.where(valid, part, x)
+            ptrs = _pointers(ptr, stride_t, stride_w, t0, row, slot, WIDE)
+            tl.store(ptrs, x, mask=slot.to(tl.uint32) < bound)
+        else:
+            slot = tl.arange(0, BLOCK)[None, :] - row + FIRST_SLOT
+            ptrs = _pointers(ptr, stride_t, stride_w, t0, row, slot, WIDE)
+            for j in tl.static_range(TILES):
+                mask = (slot + j * BLOCK).to(tl.uint32, bitcast=True) < bound
+                tl.store(ptrs + j * BLOCK * stride_w, tiles[j].to(ptr.dtype.element_ty), mask=mask)
 
     @triton.jit
     def _ldsa_fwd_kernel(
@@ -251,6 +280,8 @@ if triton is not None:
         TILES: tl.constexpr,
         PAD: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        GATHER: tl.constexpr,
+        BLOCK_W: tl.constexpr,
         DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
@@ -289,7 +320,7 @@ if triton is not None:
                 )  # fmt: skip
                 logits = _band_logits(
                     logits_ptr, stride_aw, stride_at, ti, start, end,
-                    LEFT, PAD, W, RENORMALIZE, BLOCK, TILES, DTYPE, WIDE,
+                    LEFT, PAD, W, RENORMALIZE, BLOCK, TILES, GATHER, BLOCK_W, DTYPE, WIDE,
                 )  # fmt: skip
                 weights = _softmax(logits, TILES)
                 if seed_ptr is not None:
@@ -362,6 +393,8 @@ if triton is not None:
         TILES: tl.constexpr,
         PAD: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        GATHER: tl.constexpr,
+        BLOCK_W: tl.constexpr,
         DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
@@ -404,7 +437,7 @@ if triton is not None:
                 ti = t0 + i * BLOCK
                 logits = _band_logits(
                     logits_ptr, stride_aw, stride_at, ti, start, end,
-                    LEFT, PAD, W, RENORMALIZE, BLOCK, TILES, DTYPE, WIDE,
+                    LEFT, PAD, W, RENORMALIZE, BLOCK, TILES, GATHER, BLOCK_W, DTYPE, WIDE,
                 )  # fmt: skip
                 weights = _softmax(logits, TILES)
                 grad = _load_tile(
@@ -458,7 +491,7 @@ if triton is not None:
                             d_logits = d_logits + (weights[j] * (d_weights[j] - total),)
                         _store_band(
                             grad_logits_ptr, d_logits, stride_daw, stride_dat, ti, n_frames,
-                            LEFT - PAD, W, BLOCK, TILES, WIDE,
+                            LEFT - PAD, W, BLOCK, TILES, GATHER, BLOCK_W, WIDE,
                         )  # fmt: skip
                     values = ()
                     for j in tl.static_range(1, TILES):
@@ -472,7 +505,7 @@ if triton is not None:
                 if grad_logits_ptr is not None:
                     _store_band(
                         grad_logits_ptr, no_logits, stride_daw, stride_dat, t0 + i * BLOCK,
-                        n_frames, LEFT - PAD, W, BLOCK, TILES, WIDE,
+                        n_frames, LEFT - PAD, W, BLOCK, TILES, GATHER, BLOCK_W, WIDE,
                     )  # fmt: skip
                 if grad_v_ptr is not None:
                     _store_tile(
@@ -485,21 +518,25 @@ if triton is not None:
 INTERPRETED = triton is not None and not isinstance(_ldsa_fwd_kernel, triton.runtime.JITFunction)
 
 
-def _tiles(window, left, head_dim, itemsize, time_last, backward):
-    """(BLOCK, STEPS, TILES, PAD, BLOCK_D, num_warps) of the kernels.
-
-    Every row that can be chosen is checked on a GPU by the tests.
-    """
-    block = 16 if window <= 17 else 32 if window <= 33 else 64
+def _tiles(window, head_dim, itemsize, backward):
+    """(BLOCK, STEPS, TILES, BLOCK_D, num_warps); the tests check every row on a GPU."""
+    block = 16 if window <= 33 else 32 if window <= 65 else 64
     tiles = triton.cdiv(block - 1 + window, block)
     block_d = max(16, triton.next_power_of_2(head_dim))
-    steps = 4 if block_d * itemsize <= 128 and tiles <= 2 else 2 if tiles <= 3 else 1
-    # Where time is innermost, tiles of values that begin at a multiple of 8 frames load as vectors.
-    pad = -(-left // 8) * 8 if time_last else left
-    if block - 1 + pad + window - left > tiles * block:
-        pad = left
-    warps = block // 16 * (2 if block_d * itemsize > 256 else 1)
-    return block, steps, tiles, pad, block_d, warps
+    warps = block // 16
+    if backward:
+        # The sums that are carried should take 64 registers of a thread at most.
+        warps = max(warps, (tiles - 1) * block * block_d // 2048)
+    return block, max(2, 128 // block), tiles, block_d, min(warps, 16)
+
+
+def _pad(left, window, block, tiles):
+    """By how many frames a block's first tile of values begins before its first frame.
+
+    At least left; where it fits a multiple of 8, so that tiles load as vectors where time is
+    innermost.
+    """
+    return min(-(-left // 8) * 8, left + (tiles - 1) * block + 1 - window)
 
 
 def empty_like(x):
@@ -547,9 +584,10 @@ def _arguments(x_strides, bounds, a_logits, v, left, renormalize, backward):
     """(grid, numbers, constants, num_warps) of a launch; x_strides are the tensors' strides."""
     batch, heads, head_dim, frames = v.shape
     window = a_logits.shape[2]
-    block, steps, tiles, pad, block_d, num_warps = _tiles(
-        window, left, head_dim, v.element_size(), v.stride(3) == 1, backward
+    block, steps, tiles, block_d, num_warps = _tiles(
+        window, head_dim, v.element_size(), backward
     )
+    pad = _pad(left, window, block, tiles)
     # The backward kernel's blocks begin before frame 0: see there.
     blocks = triton.cdiv(frames + ((tiles - 1) * block - pad if backward else 0), block * steps)
     dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
@@ -561,8 +599,12 @@ def _arguments(x_strides, bounds, a_logits, v, left, renormalize, backward):
     for strides in x_strides:
         numbers += strides
     numbers += [0 if bound is None else bound.stride(0) for bound in bounds]
+    # The frames of a slot side by side in memory are read side by side.
+    gather = a_logits.stride(3) == 1 and a_logits.stride(2) != 1
+    block_w = max(16, triton.next_power_of_2(window + 1))  # one slot of padding: see _band_logits
     constants = (
-        left, window, head_dim, renormalize, block, steps, tiles, pad, block_d, dtype, wide
+        left, window, head_dim, renormalize, block, steps, tiles, pad, block_d, gather, block_w,
+        dtype, wide,
     )  # fmt: skip
     return (batch * heads * blocks, 1, 1), numbers, constants, num_warps
 
