@@ -138,7 +138,7 @@ if triton is not None:
         WORDS: tl.constexpr = (W + 31) // 32
         rows = (row0 + tl.arange(0, BLOCK))[:, None]
         part = tl.arange(0, 4)[None, :]
-        threshold = (p * 65536.0 + 0.5).to(tl.uint32)
+        threshold = tl.full([1, 1], p * 65536.0 + 0.5, tl.float32).to(tl.uint32)
         words = ()
         for w in tl.static_range(WORDS):
             r0, r1, r2, r3 = tl.randint4x(seed, rows * (4 * WORDS) + (4 * w + part))
@@ -234,7 +234,9 @@ if triton is not None:
             for j in tl.static_range(TILES):
                 column = slot + row - (FIRST_SLOT + j * BLOCK)
                 valid = (column >= 0) & (column < BLOCK)
-                part = tl.gather(tiles[j].to(ptr.dtype.element_ty), tl.where(valid, column, 0), axis=1)
+                part = tl.gather(
+                    tiles[j].to(ptr.dtype.element_ty), tl.where(valid, column, 0), axis=1
+                )
                 x = tl.where(valid, part, x)
             ptrs = _pointers(ptr, stride_t, stride_w, t0, row, slot, WIDE)
             tl.store(ptrs, x, mask=slot.to(tl.uint32) < bound)
@@ -584,9 +586,7 @@ def _arguments(x_strides, bounds, a_logits, v, left, renormalize, backward):
     """(grid, numbers, constants, num_warps) of a launch; x_strides are the tensors' strides."""
     batch, heads, head_dim, frames = v.shape
     window = a_logits.shape[2]
-    block, steps, tiles, block_d, num_warps = _tiles(
-        window, head_dim, v.element_size(), backward
-    )
+    block, steps, tiles, block_d, num_warps = _tiles(window, head_dim, v.element_size(), backward)
     pad = _pad(left, window, block, tiles)
     # The backward kernel's blocks begin before frame 0: see there.
     blocks = triton.cdiv(frames + ((tiles - 1) * block - pad if backward else 0), block * steps)
