@@ -1,7 +1,6 @@
 """The recogniser that train_ctc.py trains: its model, its file and its transcripts."""
 
 import os
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -53,6 +52,10 @@ class Recogniser(nn.Module):
         if attention == "ldsa":
             ldsa_nn.replace_attention(self.conformer, left=left, right=right)
 
+    @property
+    def last_attention(self) -> nn.Module:
+        return self.conformer.conformer_layers[-1].self_attn
+
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Features [B, T, 80] and their lengths [B], on one device -> logits [B, T', symbols + 1].
 
@@ -69,19 +72,73 @@ class Recogniser(nn.Module):
         return self.head(x.transpose(0, 1))
 
 
-def stacked(lengths: Tensor) -> Tensor:
+class StreamingRecogniser(nn.Module):
+    """Log-mel frames -> ldsa_nn.ConformerEncoder -> CTC logits over blank and vocabulary.
+
+    Padding changes nothing, and the logits of a stream in chunks are those of the whole utterance.
+    """
+
+    def __init__(
+        self,
+        symbols: int,
+        *,
+        attention: str,
+        left: int,
+        right: int,
+        dim: int,
+        layers: int,
+        heads: int,
+        ffn: int,
+        kernel: int,
+        dropout: float,
+    ) -> None:
+        """Args as Recogniser's; attention: "ldsa" alone streams."""
+        super().__init__()
+        self.encoder = ldsa_nn.ConformerEncoder(
+            N_MELS,
+            dim,
+            layers,
+            heads,
+            ffn,
+            kernel,
+            attention,
+            left,
+            right,
+            subsampling=STACK,
+            dropout=dropout,
+        )
+        self.head = nn.Linear(dim, symbols + 1)
+
+    @property
+    def last_attention(self) -> nn.Module:
+        return self.encoder.layers[-1].attention
+
+    def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
+        """Args and logits as Recogniser's."""
+        frames = stacked(features.shape[1])
+        # Two frames more than are wanted: Inductor must see for every length that there is more
+        # than one.
+        features = functional.pad(features, (0, 0, 0, STACK + 1))
+        return self.head(self.encoder(features, lengths)[0][:, :frames])
+
+
+AnyRecogniser = Recogniser | StreamingRecogniser
+
+
+def stacked(lengths: Tensor | int) -> Tensor | int:
     """Log-mel frames -> model frames."""
-    return (lengths + STACK - 1).div(STACK, rounding_mode="floor")
+    return (lengths + STACK - 1) // STACK
 
 
-def build(options: dict[str, Any], vocabulary: str) -> Recogniser:
+def build(options: dict[str, Any], vocabulary: str) -> AnyRecogniser:
     """The model of a command line's options; the same seed gives the same initial weights."""
     torch.manual_seed(options["seed"])
     names = "attention left right dim layers heads ffn kernel dropout".split()
-    return Recogniser(len(vocabulary), **{name: options[name] for name in names})
+    kind = StreamingRecogniser if options["encoder"] == "streaming" else Recogniser
+    return kind(len(vocabulary), **{name: options[name] for name in names})
 
 
-def load_recogniser(path: str | os.PathLike) -> tuple[Recogniser, LogMel, str]:
+def load_recogniser(path: str | os.PathLike) -> tuple[AnyRecogniser, LogMel, str]:
     """A trained recogniser and its features, in eval mode, and its vocabulary: checkpoint.pt."""
     state = torch.load(path, map_location="cpu", weights_only=True)
     model = build(state["options"], state["vocabulary"])
@@ -89,17 +146,42 @@ def load_recogniser(path: str | os.PathLike) -> tuple[Recogniser, LogMel, str]:
     return model.eval(), LogMel(**state["normalisation"]).eval(), state["vocabulary"]
 
 
+class GreedyText:
+    """Best symbol of each frame -> text, which grows as frames come.
+
+    Repeats are merged, blanks (0) dropped, and words stand one space apart.
+    """
+
+    def __init__(self, vocabulary: str) -> None:
+        self.vocabulary = vocabulary
+        self.text = ""
+        self._last = 0
+        self._gap = ""
+
+    def push(self, symbols: list[int]) -> str:
+        """Read the next frames' symbols, and return all of the text so far."""
+        for symbol in symbols:
+            if symbol not in (0, self._last):
+                letter = self.vocabulary[symbol - 1]
+                if letter.isspace():
+                    self._gap = " " if self.text else ""
+                else:
+                    self.text += self._gap + letter
+                    self._gap = ""
+            self._last = symbol
+        return self.text
+
+
 def greedy_text(symbols: list[int], vocabulary: str) -> str:
-    """Best symbol of each frame -> text: repeats merged, blanks (0) dropped."""
-    merged = (symbol for symbol, _ in groupby(symbols))
-    return " ".join("".join(vocabulary[s - 1] for s in merged if s > 0).split())
+    """The text of a whole utterance's best symbols."""
+    return GreedyText(vocabulary).push(symbols)
 
 
 @torch.inference_mode()
 def transcribe(
-    model: Recogniser, logmel: LogMel, vocabulary: str, utterances: list[Utterance], label: str
+    model: AnyRecogniser, logmel: LogMel, vocabulary: str, utterances: list[Utterance], label: str
 ) -> list[str]:
-    """Transcribe, one utterance at a time: in a batch, padding would leak into the shorter ones."""
+    """Transcribe, one utterance at a time: in a batch, padding may leak into the shorter ones."""
     model.eval()
     device = next(model.parameters()).device
     texts = []
@@ -112,13 +194,13 @@ def transcribe(
 
 @torch.inference_mode()
 def attention_weights(
-    model: Recogniser, features: Tensor, lengths: Tensor, left: int, right: int
+    model: AnyRecogniser, features: Tensor, lengths: Tensor, left: int, right: int
 ) -> Tensor:
     """The last layer's weights on frames t - left ... t + right, [H, W, T], of one utterance.
 
     Of "mhsa", whose weights reach further, this is the band around the diagonal.
     """
-    attention = model.conformer.conformer_layers[-1].self_attn
+    attention = model.last_attention
     ldsa = ldsa_nn.LocalDenseSynthesizerAttention
     local = next((m for m in attention.modules() if isinstance(m, ldsa)), None)
     layer = local or attention
@@ -129,7 +211,7 @@ def attention_weights(
     positional, named = inputs[0]
     named = {**named, "need_weights": True}
     if local is not None:
-        return layer(*positional, **named)[1][0].mT
+        return layer(*positional, **named)[1][0].mT[:, :, : stacked(features.shape[1])]
     weights = layer(*positional, **named, average_attn_weights=False)[1][0]  # [H, T, T]
     frames = torch.arange(weights.shape[1], device=weights.device)
     slots = frames[:, None] + torch.arange(left + 1 + right, device=weights.device)

@@ -4,10 +4,12 @@
     python examples/train_ctc.py --data DIR           # a directory with a manifest.jsonl
     python examples/train_ctc.py --librispeech DIR    # the directory that holds LibriSpeech/
     python examples/train_ctc.py --attention mhsa     # the same model with its own attention
+    python examples/train_ctc.py --encoder streaming  # a model for stream.py
 
-The model is torchaudio's Conformer on stacked log-mel frames; `ldsa_nn.replace_attention` changes
-its attention and nothing else. The output directory gets checkpoint.pt, results.json and
-attention.png; --resume continues from the checkpoint.
+The model is torchaudio's Conformer on stacked log-mel frames, of which `ldsa_nn.replace_attention`
+changes the attention and nothing else, or with --encoder streaming `ldsa_nn.ConformerEncoder`. The
+output directory gets checkpoint.pt, results.json and attention.png; --resume continues from the
+checkpoint.
 """
 
 import argparse
@@ -35,7 +37,7 @@ from data import (
     read_manifest,
     read_synthetic,
 )
-from recogniser import STACK, Recogniser, attention_weights, build, stacked, transcribe
+from recogniser import STACK, AnyRecogniser, attention_weights, build, stacked, transcribe
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader
@@ -52,8 +54,8 @@ WARMUP_STEPS = 150
 SAVE_EVERY_SECONDS = 60
 # The options that a checkpoint is bound to: those of the model, and those that order its batches.
 BOUND = (
-    "attention left right dim layers heads ffn kernel dropout lr batch_seconds seed letters".split()
-)
+    "encoder attention left right dim layers heads ffn kernel dropout lr batch_seconds seed letters"
+).split()
 
 
 class Augment(nn.Module):
@@ -92,7 +94,7 @@ def learning_rate(peak: float, step: int, progress: float) -> float:
 
 def train(
     args: argparse.Namespace,
-    model: Recogniser,
+    model: AnyRecogniser,
     logmel: LogMel,
     utterances: list[Utterance],
     vocabulary: str,
@@ -282,7 +284,7 @@ def read_checkpoint(
 
 
 def evaluate(
-    model: Recogniser, logmel: LogMel, vocabulary: str, corpus: Corpus
+    model: AnyRecogniser, logmel: LogMel, vocabulary: str, corpus: Corpus
 ) -> tuple[dict[str, dict], dict[str, list[str]]]:
     """WER and CER of each held-out split, in per cent, and the transcripts."""
     scores, transcripts = {}, {}
@@ -301,7 +303,12 @@ def evaluate(
 
 
 def draw_attention(
-    path: Path, model: Recogniser, logmel: LogMel, utterance: Utterance, left: int, right: int
+    path: Path,
+    model: AnyRecogniser,
+    logmel: LogMel,
+    utterance: Utterance,
+    left: int,
+    right: int,
 ) -> None:
     """Save an image: an utterance's spectrogram, and below it each head's weights by offset."""
     device = next(model.parameters()).device
@@ -378,7 +385,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     source.add_argument("--data", metavar="DIR", help="directory with a manifest.jsonl")
     source.add_argument("--librispeech", metavar="DIR", help="directory that holds LibriSpeech/")
     source.add_argument("--letters", action="store_true", help="synthetic: letters beside digits")
-    add("--out", type=Path, help="runs/SOURCE-ATTENTION if not given")
+    add("--out", type=Path, help="runs/SOURCE-ATTENTION or -streaming if not given")
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
@@ -386,9 +393,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     budget.add_argument("--steps", type=count, help="train so many steps, however long they take")
     add("--seed", type=from_0, default=0, help=" ")
+    add("--encoder", choices=["torchaudio", "streaming"], default="torchaudio", help=" ")
     add("--attention", choices=["ldsa", "mhsa"], default="ldsa", help="mhsa: torchaudio's own")
-    add("--left", type=from_0, default=7, help="frames of 40 ms before the current one (ldsa)")
-    add("--right", type=from_0, default=7, help="frames after it (ldsa)")
+    window = {"type": from_0, "default": argparse.SUPPRESS}
+    add("--left", **window, help="frames of 40 ms before the current one (ldsa; 7, streaming 14)")
+    add(
+        "--right",
+        **window,
+        help="frames after it in each layer, which add up to the look-ahead (ldsa; 7, streaming 0)",
+    )
     add("--dim", type=count, default=96, help="model width")
     add("--layers", type=count, default=4, help=" ")
     add("--heads", type=count, default=4, help=" ")
@@ -406,6 +419,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.dim % args.heads:
         parser.error(f"--heads must divide --dim, got {args.heads} and {args.dim}")
+    streaming = args.encoder == "streaming"
+    if streaming and args.attention == "mhsa":
+        parser.error("--attention mhsa sees the whole utterance: --encoder streaming takes ldsa")
+    vars(args).setdefault("left", 14 if streaming else 7)
+    vars(args).setdefault("right", 0 if streaming else 7)
     return args
 
 
@@ -414,7 +432,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     source = source_name(args)
-    args.out = args.out or Path("runs") / f"{source}-{args.attention}"
+    name = args.encoder if args.encoder == "streaming" else args.attention
+    args.out = args.out or Path("runs") / f"{source}-{name}"
     checkpoint = args.out / "checkpoint.pt"
     try:
         there = checkpoint.exists()
@@ -453,7 +472,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     minutes = sum(len(u.audio) for u in corpus["train"]) / SAMPLE_RATE / 60
     print(
         f"{source}: {len(corpus['train'])} training utterances, {minutes:.1f} min; "
-        f"{args.attention}, {parameters:,} parameters, on {args.device}"
+        f"{args.encoder}, {args.attention}, {parameters:,} parameters, on {args.device}"
     )
     steps, seconds, finished = train(args, model, logmel, corpus["train"], vocabulary, state)
     if not finished:
@@ -470,6 +489,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
     results = {
         "source": source,
+        "encoder": args.encoder,
         "attention": args.attention,
         "parameters": parameters,
         "steps": steps,
@@ -489,6 +509,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if source == "synthetic":
         print("Synthetic speech: these rates say nothing about recordings.")
     print(f"In {args.out}: checkpoint.pt, results.json, attention.png")
+    if args.encoder == "streaming":
+        print(f"To transcribe live: python examples/stream.py --checkpoint {checkpoint} FILE")
     print("To train on: the same command with --resume and a larger --minutes or --steps")
     return results
 

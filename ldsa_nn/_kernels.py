@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-__all__ = ["check_bound", "eager_ldsa", "ldsa_local_attention", "ldsa_weights"]
+__all__ = ["check_bound", "eager_ldsa", "eager_ldsa_at", "ldsa_local_attention", "ldsa_weights"]
 
 _NAME = "ldsa_nn._ldsa"
 
@@ -92,6 +92,18 @@ if TYPE_CHECKING:
         dropout_p: float = 0.0,
     ) -> Tensor: ...
 
+    def eager_ldsa_at(
+        a_logits: Tensor,
+        v: Tensor,
+        left: int,
+        right: int,
+        first: int,
+        *,
+        ends: Tensor | None = None,
+        starts: Tensor | None = None,
+        edge: str = "zero",
+    ) -> Tensor: ...
+
     def ldsa_weights(
         a_logits: Tensor,
         left: int,
@@ -108,5 +120,6 @@ else:
     _package = _load()
     check_bound = _package.checks.check_bound
     eager_ldsa = _package.eager_ldsa
+    eager_ldsa_at = _package.reference.eager_ldsa_at
     ldsa_local_attention = _package.ldsa_local_attention
     ldsa_weights = _package.ldsa_weights

@@ -108,8 +108,14 @@ class _Convolution(nn.Module):
 
     def _convolved(self, joint: Tensor) -> Tensor:
         (kernel,) = self.depthwise.kernel_size
-        joint = joint[:, self.kept - kernel + 1 :]
-        return self.out(F.silu(self.inner_norm(self.depthwise(joint.mT).mT)))
+        joint = joint[:, self.kept - kernel + 1 :].mT
+        if joint.device.type == "cpu":
+            # In two dimensions its strides are channels-last ones, which are much faster here.
+            weight, bias = self.depthwise.weight[:, :, None], self.depthwise.bias
+            x = F.conv2d(joint[:, :, None], weight, bias, groups=len(weight))[:, :, 0]
+        else:
+            x = self.depthwise(joint)
+        return self.out(F.silu(self.inner_norm(x.mT)))
 
 
 class _Subsampling(nn.Module):
@@ -123,7 +129,7 @@ class _Subsampling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[B,T,C] -> [B,ceil(T/2),D]."""
-        return F.silu(self.conv(F.pad(x, (0, 0, self.kept, 0)).mT)).mT
+        return self._convolved(F.pad(x, (0, 0, self.kept, 0)))
 
     def init_state(self, batch_size: int, **to: Any) -> Tensor:
         """[B,2,C]: zeros, as forward pads."""
@@ -140,7 +146,12 @@ class _Subsampling(nn.Module):
         # are not due yet.
         read = frames_from(joint, before % 2, frames + self.kept - 1).to(x.dtype)
         (state,) = last_frames(self.kept, lengths, joint)
-        return F.silu(self.conv(read.mT)).mT, state
+        return self._convolved(read), state
+
+    def _convolved(self, x: Tensor) -> Tensor:
+        # As a product: the few frames of a step are fewer than what a convolution reorders first.
+        x = x.unfold(1, self.kept + 1, 2).flatten(2)
+        return F.silu(F.linear(x, self.conv.weight.flatten(1), self.conv.bias))
 
 
 class _Block(nn.Module):
@@ -164,12 +175,12 @@ class _Block(nn.Module):
         return getattr(self.attention, "delay", 0)
 
     def _first(self, x: Tensor, dropout_p: float) -> Tensor:
-        return x if self.ffn1 is None else x + 0.5 * self.ffn1(x, dropout_p)
+        return x if self.ffn1 is None else torch.add(x, self.ffn1(x, dropout_p), alpha=0.5)
 
     def _last(self, x: Tensor, dropout_p: float) -> Tensor:
         if self.norm is None:
             return x + self.ffn2(x, dropout_p)
-        return self.norm(x + 0.5 * self.ffn2(x, dropout_p))
+        return self.norm(torch.add(x, self.ffn2(x, dropout_p), alpha=0.5))
 
     def forward(self, x: Tensor, lengths: Tensor | None) -> Tensor:
         """x [B,T,D] -> [B,T,D]; frames beyond lengths are finite and mean nothing."""
@@ -196,7 +207,7 @@ class _Block(nn.Module):
     ) -> tuple[Tensor, Tensor | None, BlockState]:
         """A chunk [B,T,D] -> ([B,T,D], how many of its frames are real, the new state)."""
         x = self._first(x, 0.0)
-        y, attention = self.attention.step(self.attention_norm(x), state.attention, lengths)
+        y, attention = self.attention._step(self.attention_norm(x), state.attention, lengths)
         delayed: tuple[Tensor, ...] = ()
         if self.delay:
             residual, before = state.delayed
@@ -301,6 +312,10 @@ class ConformerEncoder(nn.Module):
     ) -> None:
         super().__init__()
         sizes = dict(input_dim=input_dim, dim=dim, num_layers=num_layers, ffn_dim=ffn_dim)
+        others = dict(n_head=n_head, conv_kernel=conv_kernel, subsampling=subsampling)
+        for name, size in {**sizes, **others}.items():
+            if isinstance(size, bool) or not isinstance(size, int):
+                raise TypeError(f"{name} must be an int, got {type(size).__name__} {size!r}")
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be >= 1, got {size}")
@@ -455,8 +470,12 @@ class ConformerEncoder(nn.Module):
         for stage, held in zip(self.subsample, state.subsampling, strict=True):
             x, kept = stage.step(x, held, before, lengths)
             stages.append(kept)
-            after, before = (before + came + 1) // 2, (before + 1) // 2
-            came = lengths = after - before
+            if lengths is None and _even(came):
+                # Half of them are due, whatever the parity of the frames before.
+                before, came = (before + 1) // 2, came // 2
+            else:
+                after, before = (before + came + 1) // 2, (before + 1) // 2
+                came = lengths = after - before
         x = self.project(x)
         for layer, block in zip(self.layers, state.blocks, strict=True):
             x, lengths, block = layer.step(x, block, lengths)
@@ -493,6 +512,15 @@ def _inside(features: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     lengths = chunk_lengths(lengths, features.shape[1], features.device)
     inside = frames_inside(lengths, None, features.shape[1], features.device)
     return torch.where(inside[:, :, None], features, 0.0), lengths
+
+
+def _even(frames: Any) -> bool:
+    """Whether a count is even; of a graph for any count it is not known, and none is ruled out."""
+    if not torch.compiler.is_compiling():
+        return frames % 2 == 0
+    from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
+
+    return statically_known_true(frames % 2 == 0)
 
 
 def _for_each(name: str, value: Any, num_layers: int) -> tuple[Any, ...]:

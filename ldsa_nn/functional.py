@@ -3,11 +3,18 @@
 import torch
 from torch import Tensor
 
-from ldsa_nn._kernels import check_bound, eager_ldsa, ldsa_local_attention, ldsa_weights
+from ldsa_nn._kernels import (
+    check_bound,
+    eager_ldsa,
+    eager_ldsa_at,
+    ldsa_local_attention,
+    ldsa_weights,
+)
 
 __all__ = [
     "check_bound",
     "eager_ldsa",
+    "eager_ldsa_at",
     "frames_inside",
     "keep_mask",
     "ldsa_local_attention",

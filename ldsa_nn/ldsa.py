@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ldsa_nn.functional import (
     check_bound,
+    eager_ldsa_at,
     frames_inside,
     keep_mask,
     ldsa_local_attention,
@@ -136,6 +137,7 @@ class LocalDenseSynthesizerAttention(nn.Module):
         self.edge = edge
         self.honor_mask = honor_mask
         self.implementation = implementation
+        self.grouped_w2 = grouped_w2
         self.w1 = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
         self.w2: nn.Linear | nn.Conv1d
         if grouped_w2:
@@ -148,17 +150,16 @@ class LocalDenseSynthesizerAttention(nn.Module):
         self.w3 = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
         self.w_out = nn.Linear(n_feat, n_feat, use_bias, device, dtype)
 
-    @property
-    def grouped_w2(self) -> bool:
-        """Whether w2 is per head."""
-        return isinstance(self.w2, nn.Conv1d)
-
     def _logits(self, query: Tensor) -> Tensor:
         """Attention logits [B,H,W,T] of query [B,T,D], as a view of what the product wrote."""
         batch, frames, _ = query.shape
         hidden = F.relu(self.w1(query))
-        if isinstance(self.w2, nn.Linear):
+        # Asked of the option, not of w2: what wraps a linear layer (LoRA) need not be one.
+        if not self.grouped_w2:
             return self.w2(hidden).view(batch, frames, self.n_head, self.window).permute(0, 2, 3, 1)
+        if not isinstance(self.w2, nn.Conv1d):  # its weight is then not all that it computes
+            logits = self.w2(hidden.transpose(1, 2))
+            return logits.reshape(batch, self.n_head, self.window, frames)
         # One batched product over the heads; a convolution of width 1 would transpose its input.
         head_dim = self.n_feat // self.n_head
         weight = self.w2.weight.view(self.n_head, self.window, head_dim)
@@ -288,18 +289,23 @@ class LocalDenseSynthesizerAttention(nn.Module):
             ValueError, TypeError: x, state or lengths has the wrong shape, dtype or device.
         """
         state = check_chunk("x", x, self.n_feat, self, state, self.w3.weight, lengths)
+        if lengths is not None:
+            lengths = chunk_lengths(lengths, x.shape[1], x.device)
+        return self._step(x, state, lengths)
+
+    def _step(
+        self, x: Tensor, state: LdsaState, lengths: Tensor | None
+    ) -> tuple[Tensor, LdsaState]:
+        """`step` of what has been checked, with lengths as `chunk_lengths` gives them."""
         batch, frames, _ = x.shape
         kept, head_dim = self._kept, self.n_feat // self.n_head
         value = self.w3(x).view(batch, frames, self.n_head, head_dim).to(state.value.dtype)
         logits = self._logits(x).permute(0, 3, 1, 2).to(state.logits.dtype)
         value = torch.cat([state.value, value], 1)
         logits = torch.cat([state.logits, logits], 1)
-        ends = None
-        if lengths is not None:
-            lengths = chunk_lengths(lengths, frames, x.device)
-            ends = kept + lengths
+        ends = None if lengths is None else kept + lengths
         first = kept - self.right  # the place of y[:, 0]
-        y = self._attend(LdsaState(logits, value, state.start), ends, first, frames)
+        y = self._attend(LdsaState(logits, value, state.start), ends, first, frames, cut=False)
         if self.w_out.bias is not None or (self.right > 0 and lengths is not None):
             inside = frames_inside(lengths, state.start - first, frames, x.device)
             y = torch.where(inside[:, :, None], y, 0.0)
@@ -315,27 +321,40 @@ class LocalDenseSynthesizerAttention(nn.Module):
         """
         state = check_state(self, state, self.w3.weight)
         first = self._kept - self.right
-        y = self._attend(state, None, first, self.right)
+        y = self._attend(state, None, first, self.right, cut=True)
         if self.w_out.bias is not None:
             inside = frames_inside(None, state.start - first, self.right, y.device)
             y = torch.where(inside[:, :, None], y, 0.0)
         return y
 
-    def _attend(self, joint: LdsaState, ends: Tensor | None, first: int, frames: int) -> Tensor:
-        """Output [B,frames,D] at `frames` frames of a buffer from `first` on, before masking."""
-        out = ldsa_local_attention(
-            joint.logits.permute(0, 2, 3, 1),
-            joint.value.permute(0, 2, 3, 1),
-            self.left,
-            self.right,
-            lengths=ends,
-            starts=joint.start,
-            edge=self.edge,
-            implementation=self.implementation,
-        )
-        # The op also ran at the frames around, whose windows the buffer cuts: not taken.
-        out = out.permute(0, 3, 1, 2)[:, first : first + frames]
-        return self.w_out(out.reshape(out.shape[0], frames, self.n_feat))
+    def _attend(
+        self, joint: LdsaState, ends: Tensor | None, first: int, frames: int, *, cut: bool
+    ) -> Tensor:
+        """Output [B,frames,D] at `frames` frames of a buffer from `first` on, before masking.
+
+        cut: whether the buffer's end cuts windows of these frames.
+        """
+        logits, value = (x.permute(0, 2, 3, 1) for x in joint[:2])
+        window = self.left, self.right
+        if value.device.type == "cpu" and self.implementation != "triton" and not cut:
+            # A launch costs a GPU more than the frames around; a CPU has them to compute.
+            logits = logits[..., first : first + frames]
+            out = eager_ldsa_at(
+                logits, value, *window, first, ends=ends, starts=joint.start, edge=self.edge
+            )
+        else:
+            out = ldsa_local_attention(
+                logits,
+                value,
+                *window,
+                lengths=ends,
+                starts=joint.start,
+                edge=self.edge,
+                implementation=self.implementation,
+            )
+            # The op also ran at the frames around, whose windows the buffer cuts: not taken.
+            out = out[..., first : first + frames]
+        return self.w_out(out.permute(0, 3, 1, 2).reshape(out.shape[0], frames, self.n_feat))
 
     def extra_repr(self) -> str:
         """Options shown in print(module)."""

@@ -1,8 +1,13 @@
-"""Local attention in place of a toolkit encoder's own."""
+"""Local attention in place of a toolkit encoder's own; the command ldsa-replace."""
 
+import argparse
+import importlib
 import inspect
+import json
+import operator
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ldsa_nn import hosts
-from ldsa_nn.ldsa import LocalDenseSynthesizerAttention
+from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
 
 # What looks like an attention: by the last part of its class's name, or by its name in the model.
 _ATTENTION_CLASS = re.compile(r"(Attention|MHA)(XL|\d*)$")
@@ -52,8 +57,21 @@ class _Slot(NamedTuple):
     old: nn.Module
 
 
+class _Other(NamedTuple):
+    """An attention outside the slots. why: what makes its class no host; None: it is unknown."""
+
+    path: str
+    what: str
+    why: str | None
+
+    def __str__(self) -> str:
+        place = f"{self.path or 'the model'} ({self.what})"
+        return f"{place}: {self.why}" if self.why else place
+
+
 # A setting of an attribute of a module: (module, name, value).
 _Change = tuple[nn.Module, str, Any]
+_ABSENT = object()  # the value of an attribute that is not the module's own, but its class's
 
 
 def replace_attention(
@@ -79,8 +97,9 @@ def replace_attention(
             for each, in the order of `layers`.
         layers: which of the model's supported attentions to replace, counted from 0 in the order
             of model.named_modules(), from the end if negative. Default all.
-        host: "auto", or the toolkit ("torch", "torchaudio") whose encoders alone are looked for.
-            With "auto" and without `layers`, an attention of an unknown class is an error.
+        host: "auto", or the toolkit ("torch", "torchaudio", "transformers", ...: a package's name)
+            whose encoders alone are looked for. With "auto" and without `layers`, an attention of
+            an unknown class is an error.
         make: make(path, old, n_head, n_feat, left, right) returns the layer to put in instead. It
             is called as layer(query, key, value, mask=None, lengths=None), [B,T,D] each, mask bool
             [B,T] with True = keep (padding may be on either side), and returns [B,T,D].
@@ -123,7 +142,8 @@ def load_replaced(
     Args:
         model: the original model, not yet replaced.
         checkpoint: the state dict of a model that was replaced with the same options: a mapping, a
-            .safetensors file, or a file of torch.save (read with weights_only=True).
+            .safetensors file, a file of torch.save (read with weights_only=True), or a directory
+            that a Hugging Face model's save_pretrained wrote. Of tied weights one name is enough.
         left, right, layers, host, make, init_from_old, layer_options: as in `replace_attention`.
 
     Returns:
@@ -149,7 +169,7 @@ def load_replaced(
     options = dict(init_from_old=init_from_old, **layer_options)
     report, undo = _replace(model, left, right, layers, host, make, **options)
     try:
-        model.load_state_dict(state, strict=True)
+        model.load_state_dict(_with_tied(model, state), strict=True)
     except BaseException:
         _apply(undo)
         with torch.no_grad():
@@ -182,8 +202,7 @@ def _replace(
             )
     _check_options(make, layer_options)
     slots = _find(model, host)
-    unknown, refused = _others(model, slots)
-    warnings = _check_others(unknown, refused, slots, strict=host == "auto" and layers is None)
+    warnings = _check_others(_others(model, slots), slots, strict=host == "auto" and layers is None)
     chosen = _choose(slots, layers)
     lefts, rights = _windows("left", left, len(chosen)), _windows("right", right, len(chosen))
 
@@ -193,21 +212,29 @@ def _replace(
         key = id(slot.old), before, after
         if key not in adapters:
             layer, notes = _build(slot, before, after, make, init_from_old, layer_options)
-            adapters[key] = slot.host.adapter(slot.old, layer, before, after)
+            # A layer of make may have a window of its own, and that is what the adapter checks.
+            window = getattr(layer, "left", before), getattr(layer, "right", after)
+            adapters[key] = slot.host.adapter(slot.old, layer, *window)
             adapters[key].train(slot.old.training)
             warnings += notes
         changes.append((slot.parent, slot.host.attribute, adapters[key]))
-    for used in dict.fromkeys(slot.host for slot in chosen):
-        warnings += used.warnings
-        changes += used.settings(model, [slot.parent for slot in chosen if slot.host is used])
-
+    known = {id(parameter) for parameter in model.parameters()}
     undo = _apply(changes)
-    new = {id(p) for adapter in adapters.values() for p in adapter.parameters()}
+    try:
+        for used in dict.fromkeys(slot.host for slot in chosen):
+            warnings += used.warnings
+            parents = [slot.parent for slot in chosen if slot.host is used]
+            undo = _apply(used.settings(model, parents)) + undo
+    except BaseException:
+        _apply(undo)
+        raise
+    # An adapter may keep a parameter of the old attention that other layers need.
+    new = {id(p) for adapter in adapters.values() for p in adapter.parameters()} - known
     named = model.named_parameters(remove_duplicate=False)
     report = Report(
         replaced=[slot.path for slot in chosen],
         new_parameters=[name for name, parameter in named if id(parameter) in new],
-        warnings=warnings,
+        warnings=list(dict.fromkeys(warnings)),
     )
     return report, undo
 
@@ -245,14 +272,13 @@ def _find(model: nn.Module, toolkit: str) -> list[_Slot]:
     return slots
 
 
-def _others(model: nn.Module, slots: list[_Slot]) -> tuple[list[str], list[str]]:
-    """Attentions outside the slots, each with its class: (unknown, known to be no host's)."""
+def _others(model: nn.Module, slots: list[_Slot]) -> list[_Other]:
+    """Attentions outside the slots, in order of appearance."""
     reasons = {
         name: why for file in hosts.loaded().values() for name, why in file.NOT_HOSTS.items()
     }
     done = {id(slot.old) for slot in slots}
-    unknown: dict[str, str] = {}
-    refused: dict[str, str] = {}
+    others: list[_Other] = []
 
     def visit(path: str, module: nn.Module, parent: str) -> None:
         own = hosts.class_name(type(module))
@@ -265,28 +291,25 @@ def _others(model: nn.Module, slots: list[_Slot]) -> tuple[list[str], list[str]]
         holds = any(slot.path.startswith(f"{path}." if path else "") for slot in slots)
         if (named or isinstance(module, nn.MultiheadAttention)) and not holds:
             what = f"{own} in {parent}" if parent else own
-            why = reasons.get(own) or reasons.get(parent)
-            if why:
-                refused.setdefault(what, f"{path or 'the model'} ({what}): {why}")
-            else:
-                unknown.setdefault(what, f"{path or 'the model'} ({what})")
+            others.append(_Other(path, what, reasons.get(own) or reasons.get(parent)))
             return
         for name, child in module.named_children():
             visit(f"{path}.{name}" if path else name, child, own)
 
     visit("", model, "")
-    return list(unknown.values()), list(refused.values())
+    return others
 
 
-def _check_others(
-    unknown: list[str], refused: list[str], slots: list[_Slot], *, strict: bool
-) -> list[str]:
+def _check_others(others: list[_Other], slots: list[_Slot], *, strict: bool) -> list[str]:
     """Warnings of the attentions that stay; an error where nothing is found or one is unknown."""
     known = ", ".join(
         f"{name} ({', '.join(dict.fromkeys(h.parent.rpartition('.')[2] for h in file.HOSTS))})"
         for name, file in hosts.loaded().items()
     )
     known = f"Known hosts, matched by exact class: {known}"
+    kinds = {other.what: other for other in reversed(others)}  # the first of each
+    unknown = [str(other) for other in reversed(kinds.values()) if other.why is None]
+    refused = [str(other) for other in reversed(kinds.values()) if other.why]
     if not slots:
         found = [f"unknown class {what}" for what in unknown] + refused
         raise ValueError(
@@ -319,18 +342,24 @@ def _choose(slots: list[_Slot], layers: Iterable[int] | None) -> list[_Slot]:
             raise ValueError(f"layers must name each layer once and at least one, got {indices}")
         chosen = [slots[index] for index in indices]
     for slot in chosen:
-        if isinstance(slot.old, hosts.Adapter):
+        obstacle = _obstacle(slot)
+        if obstacle is not None:
             raise ValueError(
-                f"{slot.path} is replaced already: choose other layers (layers=), or start from "
-                "the original model"
-            )
-        if hosts.class_name(type(slot.old)) not in slot.host.attention:
-            raise ValueError(
-                f"{slot.path} is of the unknown class {hosts.class_name(type(slot.old))}: in "
-                f"{slot.host.parent} only {' or '.join(slot.host.attention)} is known; choose "
-                "other layers (layers=)"
+                f"{slot.path} is {obstacle}; choose other layers (layers=), or start from the "
+                "original model"
             )
     return chosen
+
+
+def _obstacle(slot: _Slot) -> str | None:
+    """What keeps a slot's attention from being replaced."""
+    if isinstance(slot.old, hosts.Adapter):
+        return "replaced already"
+    own = hosts.class_name(type(slot.old))
+    if own in slot.host.attention:
+        return None
+    known = " or ".join(slot.host.attention)
+    return f"of the unknown class {own}: in {slot.host.parent} only {known} is known"
 
 
 def _windows(name: str, value: int | Sequence[int], count: int) -> list[int]:
@@ -377,6 +406,11 @@ def _build(
             )
         layer.to(device=device, dtype=dtype)
     notes = []
+    if isinstance(layer, HybridAttention):
+        notes.append(
+            f"{slot.path}: HybridAttention attends to the whole sequence, with right=0 too: causal "
+            "and chunk masks have no effect on it, and a stream does not equal the whole"
+        )
     if init_from_old:
         pairs: list[tuple[Any, Tensor, Tensor | None]] = [
             (getattr(layer, "w3", None), old.value_weight, old.value_bias),
@@ -409,11 +443,32 @@ def _copy(linear: Any, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _apply(changes: list[_Change]) -> list[_Change]:
-    """Set the attributes; returns what sets them back."""
-    undo = [(module, name, getattr(module, name)) for module, name, _ in reversed(changes)]
+    """Set the attributes, or take off those set to _ABSENT; returns what undoes it."""
+    undo = []
     for module, name, value in changes:
-        setattr(module, name, value)
-    return undo
+        own = name in module.__dict__ or name in module._modules
+        undo.append((module, name, getattr(module, name) if own else _ABSENT))
+        if value is _ABSENT:
+            delattr(module, name)
+        else:
+            setattr(module, name, value)
+    return undo[::-1]
+
+
+def _with_tied(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state with all names of tied weights, of which safetensors files hold one alone."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor):
+            names.setdefault(id(tensor), []).append(name)
+    tied = {
+        name: state[present[0]]
+        for same in names.values()
+        if (present := [name for name in same if name in state])
+        for name in same
+        if name not in state
+    }
+    return {**state, **tied} if tied else state
 
 
 def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str, Any]:
@@ -423,7 +478,9 @@ def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str
     elif isinstance(checkpoint, (str, os.PathLike)):
         path = Path(checkpoint)
         try:
-            if path.suffix.lower() == ".safetensors":
+            if path.is_dir():
+                state = _read_directory(path)
+            elif path.suffix.lower() == ".safetensors":
                 state = safetensors.torch.load_file(path)
             else:
                 state = torch.load(path, map_location="cpu", weights_only=True)
@@ -455,3 +512,83 @@ def _read(checkpoint: str | os.PathLike[str] | Mapping[str, Any]) -> Mapping[str
             f"checkpoint is no state dict: its {', '.join(inner)} are mappings; give one of those"
         )
     return state
+
+
+def _read_directory(path: Path) -> dict[str, Tensor]:
+    """The weights in a directory of save_pretrained, in one file or in several with an index."""
+    index = path / "model.safetensors.index.json"
+    files = ["model.safetensors"]
+    if index.is_file():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    state: dict[str, Tensor] = {}
+    for file in files:
+        state |= safetensors.torch.load_file(path / file)
+    return state
+
+
+def _open(model: str) -> nn.Module:
+    """The model that the command names."""
+    if Path(model).is_dir():
+        return importlib.import_module("ldsa_nn.hosts.transformers").from_directory(Path(model))
+    module, colon, factory = model.partition(":")
+    if not (module and colon and factory):
+        raise ValueError(
+            f"MODEL must be a directory with a config.json, or MODULE:FACTORY, got {model!r}"
+        )
+    sys.path.insert(0, "")  # a command's path lacks the directory that it is called in
+    made = operator.attrgetter(factory)(importlib.import_module(module))()
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"{model} must return an nn.Module, got {type(made).__name__}")
+    return made
+
+
+def _table(model: nn.Module) -> str:
+    """Every attention of the model, and whether `replace_attention` can replace it."""
+    slots = _find(model, "auto")
+    rows = {}
+    for i, slot in enumerate(slots):
+        row = [str(i), slot.path, type(slot.old).__name__, slot.toolkit]
+        obstacle = _obstacle(slot)
+        if obstacle is None:
+            old = slot.host.describe(slot.old)
+            row += [str(old.n_head), str(old.n_feat), "yes"]
+        else:
+            row += ["-", "-", f"no: {obstacle}"]
+        rows[slot.path] = row
+    for other in _others(model, slots):
+        why = other.why or f"unknown class {other.what}"
+        kind = other.what.partition(" in ")[0].rpartition(".")[2]
+        rows[other.path] = ["-", other.path, kind, "-", "-", "-", f"no: {why}"]
+    order = {name: i for i, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    header = "layer path class host heads width replaceable".split()
+    table = [header, *(rows[path] for path in sorted(rows, key=order.__getitem__))]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    count = sum(row[-1] == "yes" for row in rows.values())
+    return "\n".join([*lines, f"{count} of {len(rows)} can be replaced"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command ldsa-replace; returns its exit status, 0 or (bad input) 1."""
+    parser = argparse.ArgumentParser(
+        prog="ldsa-replace",
+        description="Show which attentions of a model ldsa_nn.replace_attention can replace.",
+    )
+    parser.add_argument(
+        "--list",
+        metavar="MODEL",
+        required=True,
+        help="print a table of MODEL's attentions. MODEL is a directory with a Hugging Face "
+        "config.json, whose model is made without weights, or MODULE:FACTORY, a function or class "
+        "that makes a model when called without arguments, as in torchaudio.models:wav2vec2_base",
+    )
+    args = parser.parse_args(argv)
+    try:
+        print(_table(_open(args.list)))
+    except (AttributeError, ImportError, OSError, TypeError, ValueError) as error:
+        print(f"ldsa-replace: error: {error}", file=sys.stderr)
+        return 1
+    return 0

@@ -6,11 +6,13 @@ and its calls; an installed toolkit comes before them.
 """
 
 import copy
+import inspect
 import math
 import pickle
 
 import pytest
 import torch
+from host_cases import HostCase
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -156,6 +158,25 @@ class Battery:
         arguments, options = tree_map_only(torch.Tensor, lambda x: x.to("meta"), calls[0])
         adapter.to("meta")(*arguments, **options)
 
+    def test_masks_of_another_shape_or_kind_are_refused(self):
+        model, calls = self.replaced(), []
+        adapter = model.get_submodule(self.paths[0])
+        hook = adapter.register_forward_pre_hook(
+            lambda _, arguments, options: calls.append((arguments, options)), with_kwargs=True
+        )
+        self.run(model, *batch())
+        hook.remove()
+        arguments, options = calls[0]
+        given = inspect.signature(adapter.forward).bind(*arguments, **options).arguments
+        (name,) = [name for name in given if "mask" in name and given[name] is not None]
+        mask = given[name]
+        for wrong in (mask[..., :-1], mask[:1], mask.flatten()[:T], mask.flatten()[0]):
+            with pytest.raises(ValueError, match="shape"):
+                adapter(**{**given, name: wrong})
+        for wrong in ("mask", [True], T):
+            with pytest.raises(TypeError, match=r"mask must be a .*tensor.*, got (str|list|int)"):
+                adapter(**{**given, name: wrong})
+
     def test_one_layer_alone(self):
         model = self.original()
         report = replace_attention(model, layers=[1], left=3, right=2)
@@ -169,6 +190,14 @@ class Battery:
         old.__class__ = type("Mine", (type(old),), {})
         with pytest.raises(ValueError, match=f"{name}.*Mine"):
             replace_attention(model)
+
+
+def host_cases(rows):
+    """The batteries in a test file's ROWS, {name in the README's table: (battery, its stream)}."""
+    return [
+        HostCase(name, kind().original, (D,), [T, 13], kind().run, streamed=streamed)
+        for name, (kind, streamed) in rows.items()
+    ]
 
 
 class ModuleBattery(Battery):

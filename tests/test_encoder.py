@@ -604,3 +604,9 @@ def test_the_host_never_waits():
             run(chosen)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["dim", "num_layers", "n_head", "subsampling", "conv_kernel"])
+def test_sizes_are_ints(name):
+    with pytest.raises(TypeError, match=rf"^{name} must be an int, got float 2\.0"):
+        ConformerEncoder(**{"input_dim": 8, "dim": 8, "n_head": 2, name: 2.0})

@@ -81,12 +81,12 @@ def test_legacy_positions():
     assert _Legacy().error(_Legacy().replaced(), garbage=50.0) < 1e-5
 
 
-@pytest.mark.parametrize("edge", ["zero", "renormalize"])
-@pytest.mark.parametrize("kind", [TestConformer, TestTransformer])
-@pytest.mark.parametrize("masked", [True, False])
-def test_cached_steps_equal_the_whole(kind, edge, masked):
-    # One query frame with all keys and values, as the host's layers call where they are given a
-    # cache: in a batch, the shorter utterance's last steps are padding.
+def cached_steps(kind, edge="zero", masked=True):
+    """Frames of a layer's steps, and of the whole.
+
+    One query frame with all keys and values, as the host's layers call where they are given a
+    cache: in a batch, the shorter utterance's last steps are padding.
+    """
     layer = kind().replaced(right=0, edge=edge).encoders[0]
     x, lengths = batch()
     lengths = lengths if masked else torch.full_like(lengths, T)
@@ -105,7 +105,22 @@ def test_cached_steps_equal_the_whole(kind, edge, masked):
         for frames in range(1, T + 1):
             cache = step(frames, cache)
     inside = torch.arange(T) < lengths[:, None]
-    torch.testing.assert_close(cache[inside], whole[inside], atol=1e-6, rtol=1e-5)
+    return cache[inside], whole[inside]
+
+
+@pytest.mark.parametrize("edge", ["zero", "renormalize"])
+@pytest.mark.parametrize("kind", [TestConformer, TestTransformer])
+@pytest.mark.parametrize("masked", [True, False])
+def test_cached_steps_equal_the_whole(kind, edge, masked):
+    torch.testing.assert_close(*cached_steps(kind, edge, masked), atol=1e-6, rtol=1e-5)
+
+
+ROWS = {
+    "Conformer, no convolution": (TestConformer, lambda: cached_steps(TestConformer)),
+    "Transformer": (TestTransformer, lambda: cached_steps(TestTransformer)),
+    "Branchformer, kernel 1": (TestBranchformer, None),
+    "E-Branchformer, kernels 1": (TestEBranchformer, None),
+}
 
 
 def test_the_call_and_what_it_returns():
@@ -127,6 +142,9 @@ def test_the_call_and_what_it_returns():
         assert torch.equal(call(mask & chunks & mask.transpose(1, 2)), out)
         free = torch.ones(2, 1, 5, dtype=torch.bool)
         assert torch.equal(call(None), call(free))
+        # An additive mask would be read as its opposite.
+        with pytest.raises(TypeError, match=r"nonzero = keep, got torch\.float32"):
+            call(torch.zeros(2, 1, 5).masked_fill(~mask, -torch.inf))
     with pytest.raises(TypeError, match="window"):
         absolute(x, x, x, mask, window=3)
     with pytest.raises(ValueError, match=r"cached step .*right=0, got right=2"):

@@ -154,17 +154,22 @@ def stream_conformer(model, x, chunk, left_context, right_context=0):
 
 
 @torch.no_grad()
+def streamed_conformer(edge="zero", right=0, chunk=4, left_context=3, right_context=0):
+    """Frames of a stream, and of the whole."""
+    model = TestConformer().replaced(right=right, edge=edge)
+    x, _ = batch()
+    whole = TestConformer().run(model, x, torch.full((3,), T))
+    return stream_conformer(model, x, chunk, left_context, right_context), whole
+
+
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])
 @pytest.mark.parametrize(
     ("right", "chunk", "left_context", "right_context"),
     [(0, 4, 3, 0), (0, 1, 8, 0), (0, 7, 30, 0), (1, 4, 3, 2), (2, 5, 9, 4)],
 )
 def test_streamed_conformer_equals_offline(edge, right, chunk, left_context, right_context):
-    model = TestConformer().replaced(right=right, edge=edge)
-    x, _ = batch()
-    whole = TestConformer().run(model, x, torch.full((3,), T))
-    streamed = stream_conformer(model, x, chunk, left_context, right_context)
-    torch.testing.assert_close(streamed, whole, atol=1e-6, rtol=1e-5)
+    both = streamed_conformer(edge, right, chunk, left_context, right_context)
+    torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
 
 
 def stream_zipformer(model, x, chunk, left_context):
@@ -197,14 +202,25 @@ def stream_zipformer(model, x, chunk, left_context):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("edge", ["zero", "renormalize"])
-@pytest.mark.parametrize(("chunk", "left_context"), [(4, 3), (1, 8), (8, 30), (24, 3)])
-def test_streamed_zipformer_equals_offline(edge, chunk, left_context):
+def streamed_zipformer(edge="zero", chunk=4, left_context=3):
+    """Frames of a stream, and of the whole."""
     model = TestZipformer2().replaced(right=0, edge=edge)
     x, _ = batch()
     whole = TestZipformer2().run(model, x, torch.full((3,), T), chunk_size=chunk)
-    streamed = stream_zipformer(model, x, chunk, left_context)
-    torch.testing.assert_close(streamed, whole, atol=1e-6, rtol=1e-5)
+    return stream_zipformer(model, x, chunk, left_context), whole
+
+
+@pytest.mark.parametrize("edge", ["zero", "renormalize"])
+@pytest.mark.parametrize(("chunk", "left_context"), [(4, 3), (1, 8), (8, 30), (24, 3)])
+def test_streamed_zipformer_equals_offline(edge, chunk, left_context):
+    both = streamed_zipformer(edge, chunk, left_context)
+    torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
+
+
+ROWS = {
+    "Conformer": (TestConformer, streamed_conformer),
+    "Zipformer2": (TestZipformer2, streamed_zipformer),
+}
 
 
 def test_streams_that_cannot_be_exact_are_refused():

@@ -79,6 +79,15 @@ def stream(model, x, chunk, ahead=0):
     return torch.cat(outs, 1)
 
 
+@torch.no_grad()
+def streamed(kind=TestRelative, style="chunked_limited", context=(8, 3), chunk=4, edge="zero"):
+    """Frames of a stream, and of the whole."""
+    model = streaming(kind, style, context, edge=edge)
+    x, _ = batch()
+    whole = kind().run(model, x, torch.full((x.shape[0],), T))
+    return stream(model, x, chunk), whole
+
+
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])
 @pytest.mark.parametrize(
     ("style", "context", "chunk"),
@@ -92,10 +101,15 @@ def stream(model, x, chunk, ahead=0):
     ],
 )
 def test_streamed_equals_offline(edge, style, context, chunk):
-    model = streaming(TestRelative, style, context, edge=edge)
-    x, _ = batch()
-    whole = TestRelative().run(model, x, torch.full((x.shape[0],), T))
-    torch.testing.assert_close(stream(model, x, chunk), whole, atol=1e-6, rtol=1e-5)
+    both = streamed(TestRelative, style, context, chunk, edge)
+    torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
+
+
+ROWS = {
+    "Conformer, rel_pos": (TestRelative, streamed),
+    "Conformer, abs_pos": (TestAbsolute, lambda: streamed(TestAbsolute)),
+    "Conformer, rel_pos_local_attn": (TestLocal, None),
+}
 
 
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])
@@ -134,6 +148,8 @@ def test_the_call_and_what_it_returns():
     assert cache.shape == (2, 8, D) and torch.equal(cache[:, 3:], x)
     integers = torch.zeros(2, 5, 5, dtype=torch.int64)
     assert torch.equal(attention(query=x, key=x, value=x, mask=integers, cache=None), out)
+    with pytest.raises(TypeError, match=r"nonzero = masked, got torch\.float32"):
+        attention(query=x, key=x, value=x, mask=integers.float(), cache=None)
     with pytest.raises(TypeError, match="pad_mask"):
         attention(query=x, key=x, value=x, pad_mask=None)
     local = TestLocal().replaced(right=0).layers[0].self_attn
@@ -165,6 +181,7 @@ def test_a_failed_load_leaves_the_model_as_it_was():
         load_replaced(model, {})
     assert [layer.self_attn for layer in model.layers] == old
     assert model.change_attention_model.__func__ is ConformerEncoder.change_attention_model
+    assert "change_attention_model" not in vars(model)
 
 
 def test_nemo_without_its_speech_models_is_left_alone(monkeypatch):

@@ -165,20 +165,31 @@ def test_causal_models_need_a_causal_window(causal):
         model.encode(x, relative)
 
 
-@pytest.mark.parametrize("edge", ["zero", "renormalize"])
-@pytest.mark.parametrize("chunk", [4, 6, 24])
-def test_streamed_equals_offline(edge, chunk):
-    # Offline, Dynamic Chunk Training hides other chunks from the attention, which needs no
-    # following, and from the convolution.
+@torch.no_grad()
+def streamed(edge="zero", chunk=4):
+    """Frames of a stream, and of the whole.
+
+    Offline, Dynamic Chunk Training hides other chunks from the attention, which needs no following,
+    and from the convolution.
+    """
     model = speech_model()
     replace_attention(model, left=4, right=0, edge=edge)
     config = DynChunkTrainConfig(chunk, 1)
     context = model.make_streaming_context(config)
     x = torch.randn(2, T, 8)
-    with torch.no_grad():
-        whole = model.encode(x, dynchunktrain_config=config)
-        parts = [model.encode_streaming(part, context) for part in x.split(chunk, 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=2e-6, rtol=1e-5)
+    whole = model.encode(x, dynchunktrain_config=config)
+    return torch.cat(
+        [model.encode_streaming(part, context) for part in x.split(chunk, 1)], 1
+    ), whole
+
+
+@pytest.mark.parametrize("edge", ["zero", "renormalize"])
+@pytest.mark.parametrize("chunk", [4, 6, 24])
+def test_streamed_equals_offline(edge, chunk):
+    torch.testing.assert_close(*streamed(edge, chunk), atol=2e-6, rtol=1e-5)
+
+
+ROWS = {"Branchformer, no convolution": (TestBranchformer, None)}
 
 
 def test_the_call_and_what_it_returns():
@@ -196,6 +207,12 @@ def test_the_call_and_what_it_returns():
         attention(x, x, x, attn_mask=far.triu(2) | torch.ones_like(far).triu(2))
     with pytest.raises(TypeError, match="window"):
         attention(x, x, x, window=3)
+    for wrong in (free[0], free[:-1], free[None, None]):
+        with pytest.raises(ValueError, match=rf"attn_mask must have shape .*T={T}, got \["):
+            attention(x, x, x, attn_mask=wrong)
+    for wrong in (far.long(), far.tolist()):
+        with pytest.raises(TypeError, match=r"attn_mask must be .*, got (torch\.int64|list)"):
+            attention(x, x, x, attn_mask=wrong)
     padding = torch.zeros(2, T, dtype=torch.bool)
     padding[0, 5] = True
     with pytest.raises(ValueError, match="holes in sequence 0"):

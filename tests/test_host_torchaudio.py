@@ -1,4 +1,4 @@
-"""torchaudio's Conformer with replaced attention."""
+"""torchaudio's Conformer, wav2vec 2.0 and WavLM with replaced attention."""
 
 import copy
 import math
@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+from host_cases import TOOLKITS
+from host_cases import D as D_HOST
 from torch import nn
 
 from ldsa_nn import LocalDenseSynthesizerAttention, load_replaced, replace_attention
@@ -247,15 +249,12 @@ def test_pretrained_weights_come_first():
     assert all(torch.equal(other.state_dict()[name], value) for name, value in pretrained.items())
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_layers_compile_whole(training):
+def test_layers_compile_whole():
     # The Conformer itself reads lengths.max() back and so breaks the graph before its layers.
     torch._dynamo.reset()
-    model = replaced().train(training)
+    model = replaced().train()
     layer = model.conformer_layers[0]
-    compiled = torch.compile(
-        copy.deepcopy(layer), fullgraph=True, dynamic=True, backend="aot_eager"
-    )
+    compiled = torch.compile(copy.deepcopy(layer), fullgraph=True, dynamic=True, backend="eager")
     for frames in (5, 30, 31):
         x = torch.randn(frames, 2, D)
         padding = torch.arange(frames) >= torch.tensor([frames, 3])[:, None]
@@ -269,10 +268,10 @@ def test_layers_compile_whole(training):
 
 def test_the_model_compiles_where_scalars_may_be_captured():
     torch._dynamo.reset()
-    model = replaced()
+    model = replaced(layers=1)
     x, lengths = batch()
     with torch._dynamo.config.patch(capture_scalar_outputs=True), torch.no_grad():
-        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+        compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
         torch.testing.assert_close(compiled(x, lengths)[0], model(x, lengths)[0])
 
 
@@ -314,3 +313,105 @@ def test_masks_do_not_wait_for_the_gpu():
             attention(x, x, x, key_padding_mask=mask)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+# wav2vec 2.0, HuBERT and WavLM; tests/test_hosts.py asks the rest
+
+CASES = {case.name: case for case in TOOLKITS["torchaudio"]()}
+
+
+def wav2vec2(name="Wav2Vec2, HuBERT", **options):
+    model = CASES[name].build()
+    return model, replace_attention(model, left=3, right=2, use_bias=True, **options)
+
+
+def test_wav2vec2_paths_and_warnings():
+    model, report = wav2vec2()
+    assert report.replaced == [f"encoder.transformer.layers.{i}.attention" for i in range(2)]
+    (warning,) = report.warnings
+    assert "positional convolution is not causal" in warning and "group_norm" in warning
+    hubert = models.hubert_pretrain_base()
+    report = replace_attention(hubert.wav2vec2, layers=[0], left=1, right=1)
+    assert report.replaced == ["encoder.transformer.layers.0.attention"]
+    assert type(model.encoder.transformer.layers[0].attention).__name__ == "EncoderAdapter"
+
+
+def test_intermediate_layers():
+    model, _ = wav2vec2()
+    x, lengths = CASES["Wav2Vec2, HuBERT"].batch()
+    features, frames = model.extract_features(x, lengths)
+    assert len(features) == 2 and frames.tolist() == [39, 22]
+    torch.testing.assert_close(
+        features[1][1, :22], model.extract_features(x[1:, : lengths[1]])[0][1][0], atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize("left_padded", [False, True])
+def test_masks_of_wav2vec2(left_padded):
+    model, _ = wav2vec2()
+    adapter = model.encoder.transformer.layers[0].attention
+    x = torch.randn(2, 9, D_HOST)
+    keep = torch.arange(9) < torch.tensor([9, 4])[:, None]
+    keep = keep.flip(1) if left_padded else keep
+    alone = adapter(x[1:, keep[1]])[0][0]
+    square = keep[:, None, None].expand(2, 1, 9, 9)
+    for low in (-1e4, -math.inf, torch.finfo(torch.float32).min):
+        out, none = adapter(x, attention_mask=torch.zeros(2, 1, 9, 9).masked_fill(~square, low))
+        assert none is None
+        torch.testing.assert_close(out[1, keep[1]], alone, atol=1e-6, rtol=1e-5)
+        assert (out[~keep] == 0).all()
+    assert torch.equal(adapter(x, attention_mask=square)[0], out)
+    assert torch.equal(adapter(x, key_padding_mask=~keep)[0], out)
+    with pytest.raises(ValueError, match="attention_mask or key_padding_mask, not both"):
+        adapter(x, attention_mask=square, key_padding_mask=~keep)
+    with pytest.raises(ValueError, match=r"attention_mask must have shape.*got \[2, 1, 9, 8\]"):
+        adapter(x, attention_mask=square[..., 1:])
+    with pytest.raises(ValueError, match="holes in sequence 0"):
+        adapter(x, attention_mask=torch.arange(9).ne(3).expand(2, 1, 9, 9))
+    with pytest.raises(TypeError, match="index"):
+        adapter(x, index=0)
+
+
+def test_wavlm_takes_lengths_where_all_layers_are_replaced():
+    case = CASES["WavLM"]
+    x, lengths = case.batch()
+    with pytest.raises(AssertionError):
+        case.build()(x, lengths)  # torchaudio's own attention takes no mask
+    half, _ = wav2vec2("WavLM", layers=[0])
+    with pytest.raises(AssertionError):
+        half(x, lengths)
+    model, _ = wav2vec2("WavLM")
+    out, frames = model(x, lengths)
+    alone = model(x[1:, : lengths[1]], lengths[1:])[0][0]
+    torch.testing.assert_close(out[1, : frames[1]], alone, atol=1e-5, rtol=0)
+
+
+def test_wavlm_keeps_the_bias_that_its_other_layers_add():
+    case = CASES["WavLM"]
+    original, (model, report) = case.build(), wav2vec2("WavLM", layers=[0])
+    embedding = "encoder.transformer.layers.0.attention.rel_attn_embed.weight"
+    assert embedding in model.state_dict() and embedding not in report.new_parameters
+    seen = []
+    for each in (original, model):
+        each.encoder.transformer.layers[1].register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(kwargs["position_bias"]), with_kwargs=True
+        )
+        each(case.batch()[0])
+    assert torch.equal(*seen)
+    replace_attention(model, layers=[1], left=3, right=2)
+    assert embedding not in model.state_dict()
+    model(case.batch()[0])[0].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert seen[2] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["Wav2Vec2, HuBERT", "WavLM"])
+def test_wav2vec2_on_a_gpu(name):
+    model, _ = wav2vec2(name)
+    x, lengths = CASES[name].batch()
+    expected = model(x, lengths)[0]
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        out = model.cuda()(x.cuda(), lengths.cuda())[0].cpu()
+    torch.testing.assert_close(out[0], expected[0], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(out[1, :22], expected[1, :22], atol=1e-4, rtol=1e-3)

@@ -84,16 +84,28 @@ def test_chunk_masks_are_read_on_their_diagonal(kind):
         torch.testing.assert_close(chunked[inside], whole[inside])
 
 
+@torch.no_grad()
+def streamed(kind, edge="zero", chunk=4, left_chunks=1):
+    """Frames of a stream, and of the whole."""
+    model = replaced(kind, edge=edge)
+    x, _ = batch()
+    whole, _ = model(x[:1], torch.tensor([T]), decoding_chunk_size=-1)
+    return model.forward_chunk_by_chunk(x[:1], chunk, left_chunks)[0], whole
+
+
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("chunk", "left_chunks"), [(4, -1), (4, 1), (3, 2), (1, 3), (7, 5)])
 def test_streamed_equals_offline(kind, edge, chunk, left_chunks):
-    model = replaced(kind, edge=edge)
-    x, _ = batch()
-    with torch.no_grad():
-        whole, _ = model(x[:1], torch.tensor([T]), decoding_chunk_size=-1)
-        streamed, _ = model.forward_chunk_by_chunk(x[:1], chunk, left_chunks)
-    torch.testing.assert_close(streamed, whole, atol=1e-6, rtol=1e-5)
+    both = streamed(kind, edge, chunk, left_chunks)
+    torch.testing.assert_close(*both, atol=1e-6, rtol=1e-5)
+
+
+ROWS = {
+    "Conformer": (TestConformer, lambda: streamed(TestConformer)),
+    "Transformer": (TestTransformer, lambda: streamed(TestTransformer)),
+    "Transformer, use_sdpa": (TestSdpa, None),
+}
 
 
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])

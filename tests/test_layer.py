@@ -16,6 +16,7 @@ from safetensors import safe_open
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from ldsa_nn import HybridAttention, LocalDenseSynthesizerAttention, ldsa_weights
@@ -798,3 +799,39 @@ def test_a_hybrid_shows_its_local_part():
 def test_a_sequence_is_a_tensor():
     with pytest.raises(TypeError, match=r"^query must be a tensor \[B,T,D\], got list"):
         LDSA(2, 8)([[0.0]])
+
+
+def peak_bytes(run):
+    """Most memory that `run` holds at a time on the CPU beyond what it found."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        run()
+    held = peak = 0
+    for event in record.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def test_memory_on_a_cpu():
+    """Beside its projections the layer holds less than one value tensor, in training three."""
+    layer = LocalDenseSynthesizerAttention(4, 256)
+    x = torch.randn(2, 200, 256, requires_grad=True)
+
+    def projections():
+        return layer.w2(torch.relu(layer.w1(x))), layer.w_out(layer.w3(x))
+
+    def attend():
+        return (layer(x),)
+
+    def step(run):
+        outs = run()
+        torch.autograd.backward(outs, [torch.ones_like(y) for y in outs])
+        x.grad = None
+        layer.zero_grad()
+
+    value = x.numel() * x.element_size()
+    with torch.no_grad():
+        assert peak_bytes(attend) - peak_bytes(projections) <= value
+    assert peak_bytes(lambda: step(attend)) - peak_bytes(lambda: step(projections)) <= 3 * value

@@ -140,7 +140,9 @@ def test_metadata(metadata, wheel):
     assert not [line for line in required if line.startswith(("triton", "pytorch-triton"))]
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
-        assert "ldsa-convert = ldsa_nn.convert:main" in archive.read(name).decode()
+        scripts = archive.read(name).decode()
+    assert "ldsa-convert = ldsa_nn.convert:main" in scripts
+    assert "ldsa-replace = ldsa_nn.replace:main" in scripts
 
 
 CHECK = """

@@ -15,7 +15,7 @@ from torch import nn
 
 import ldsa_nn
 from ldsa_nn import HybridAttention, LocalDenseSynthesizerAttention, load_replaced
-from ldsa_nn.replace import Report, replace_attention
+from ldsa_nn.replace import Report, main, replace_attention
 
 D, H = 16, 4
 
@@ -412,6 +412,19 @@ def test_make():
     assert model.layers[0].self_attn.layer.seen[1][3:] == (None, None)
 
 
+def test_the_window_of_a_layer_of_make_is_its_own():
+    def make(path, old, n_head, n_feat, left, right):
+        return LocalDenseSynthesizerAttention(n_head, n_feat, left=4, right=1)
+
+    model = encoder(1).eval()
+    replace_attention(model, left=2, right=0, make=make)
+    adapter = model.layers[0].self_attn
+    assert (adapter.left, adapter.right) == (4, 1)
+    causal = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    with pytest.raises(ValueError, match="right=1"):
+        model(torch.randn(2, 5, D), mask=causal, is_causal=True)
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 def test_make_with_layers_of_this_package(grouped):
     def make(path, old, n_head, n_feat, left, right):
@@ -422,7 +435,9 @@ def test_make_with_layers_of_this_package(grouped):
         )
 
     model = encoder(2).eval()
-    replace_attention(model, left=2, right=1, make=make)
+    report = replace_attention(model, left=2, right=1, make=make)
+    whole = [warning for warning in report.warnings if "the whole sequence" in warning]
+    assert len(whole) == 1 and whole[0].startswith("layers.0.self_attn: HybridAttention")
     x = torch.randn(2, 8, D)
     padding = torch.zeros(2, 8, dtype=torch.bool)
     padding[1, :3] = True
@@ -643,6 +658,94 @@ def test_what_is_no_checkpoint(tmp_path):
         assert not [m for m in untouched.modules() if isinstance(m, LocalDenseSynthesizerAttention)]
     with pytest.raises(TypeError, match=r"model must be an nn\.Module"):
         load_replaced(None, {})
+
+
+# The command
+
+
+def factory():
+    """A model as a user's own module makes it."""
+    model = with_subclass(attention=MyAttention)
+    replace_attention(model, layers=[0])
+    return nn.ModuleDict({"encoder": model, "pool": nn.MultiheadAttention(D, H)})
+
+
+class Factories:
+    """Where a dotted factory is."""
+
+    conformer = staticmethod(encoder)
+
+
+def test_list(capsys):
+    assert main(["--list", "test_replace:factory"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    known = "torch.nn.modules.transformer.TransformerEncoderLayer only torch.nn.modules.activation"
+    where = ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn"]
+    where += ["encoder.layers.2.self_attn", "pool"]
+    assert [line.split()[:4] for line in lines[:5]] == [
+        "layer path class host".split(),
+        ["0", where[0], "MultiheadAdapter", "torch"],
+        ["1", where[1], "MultiheadAttention", "torch"],
+        ["2", where[2], "MyAttention", "torch"],
+        ["-", where[3], "MultiheadAttention", "-"],
+    ]
+    assert [line.split(maxsplit=6)[4:] for line in lines[:5]] == [
+        ["heads", "width", "replaceable"],
+        ["-", "-", "no: replaced already"],
+        ["4", "16", "yes"],
+        ["-", "-", f"no: of the unknown class test_replace.MyAttention: in {known}."
+         "MultiheadAttention is known"],
+        ["-", "-", "no: unknown class torch.nn.modules.activation.MultiheadAttention in "
+         "torch.nn.modules.container.ModuleDict"],
+    ]  # fmt: skip
+    assert lines[5:] == ["1 of 4 can be replaced"]
+    # The numbers are those that `layers` takes.
+    assert replace_attention(factory(), layers=[1], host="torch").replaced == [where[1]]
+
+
+def test_list_of_a_dotted_factory_and_of_a_class(capsys):
+    assert main(["--list", "test_replace:Factories.conformer"]) == 0
+    assert capsys.readouterr().out.endswith("3 of 3 can be replaced\n")
+    assert main(["--list", "test_replace:Wrapper"]) == 0
+    assert capsys.readouterr().out.endswith("3 of 3 can be replaced\n")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("nowhere", "MODEL must be a directory with a config.json, or MODULE:FACTORY, got 'now"),
+        ("no_such_module:f", "No module named 'no_such_module'"),
+        ("test_replace:nothing", "has no attribute 'nothing'"),
+        ("test_replace:encoder.layers", "has no attribute 'layers'"),
+        ("collections:OrderedDict", "must return an nn.Module, got OrderedDict"),
+        ("torch.nn:TransformerEncoder", "missing 2 required positional arguments"),
+    ],
+)
+def test_list_of_what_is_no_model(capsys, model, message):
+    assert main(["--list", model]) == 1
+    output = capsys.readouterr()
+    assert output.err.startswith("ldsa-replace: error: ") and message in output.err
+    assert not output.out
+
+
+def test_the_command_finds_modules_where_it_is_called(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n"
+        "def model():\n"
+        "    return torch.nn.TransformerEncoderLayer(8, 2, batch_first=True)\n"
+    )
+    code = "import sys; from ldsa_nn.replace import main; sys.path.remove(''); sys.exit(main())"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, "--list", "mine:model"]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert (
+        result.stdout.split()
+        == (
+            "layer path class host heads width replaceable "
+            "0 self_attn MultiheadAttention torch 2 8 yes 1 of 1 can be replaced"
+        ).split()
+    )
 
 
 def test_public_names():

@@ -20,6 +20,11 @@ import recogniser  # noqa: E402
 import speak  # noqa: E402
 import train_ctc  # noqa: E402
 
+MODELS = {
+    "ldsa": ["--attention", "ldsa"],
+    "mhsa": ["--attention", "mhsa"],
+    "streaming": ["--encoder", "streaming"],
+}
 TINY = "--dim 16 --layers 2 --heads 2 --ffn 16 --kernel 3 --left 3 --right 2 --batch-seconds 2"
 
 
@@ -69,18 +74,21 @@ def interrupt_after(monkeypatch, batches: int) -> None:
     monkeypatch.setattr(train_ctc, "collate", collate)
 
 
-@pytest.mark.parametrize("attention", ["ldsa", "mhsa"])
-def test_a_run_leaves_checkpoint_results_and_image(run, tmp_path, capsys, attention):
-    results = run("--steps", "3", "--attention", attention)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_leaves_checkpoint_results_and_image(run, tmp_path, capsys, name):
+    results = run("--steps", "3", *MODELS[name])
     out = tmp_path / "out"
     assert {p.name for p in out.iterdir()} == {"checkpoint.pt", "results.json", "attention.png"}
     assert json.loads((out / "results.json").read_text()) == results
-    assert (results["attention"], results["steps"]) == (attention, 3)
+    encoder, attention = ("torchaudio", name) if name != "streaming" else (name, "ldsa")
+    assert (results["encoder"], results["attention"]) == (encoder, attention)
+    assert results["steps"] == 3
     assert results["held_out"]["test"]["utterances"] == 5
     assert (out / "attention.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert "Unheard speakers (test)" in printed
     assert "--resume" in printed
+    assert ("examples/stream.py" in printed) == (name == "streaming")
 
     model, logmel, vocabulary = recogniser.load_recogniser(out / "checkpoint.pt")
     assert vocabulary == "ABC"
@@ -99,15 +107,18 @@ def test_only_the_attention_differs_between_the_two(run):
     assert all(torch.equal(ldsa[name], mhsa[name]) for name in shared)
 
 
-def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["ldsa", "streaming"])
+def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
+    run, tmp_path, monkeypatch, name
+):
     handler = signal.getsignal(signal.SIGINT)
-    whole = run("--steps", "8", "--out", str(tmp_path / "whole"))
+    whole = run("--steps", "8", *MODELS[name], "--out", str(tmp_path / "whole"))
     with monkeypatch.context() as patched:
         interrupt_after(patched, batches=3)
         with pytest.raises(SystemExit, match=r"stopped after 3 steps.*--resume"):
-            run("--steps", "8")
+            run("--steps", "8", *MODELS[name])
     assert signal.getsignal(signal.SIGINT) is handler
-    resumed = run("--steps", "8", "--resume")
+    resumed = run("--steps", "8", *MODELS[name], "--resume")
     assert resumed["steps"] == whole["steps"] == 8
     assert resumed["held_out"] == whole["held_out"]
     states = [
@@ -125,8 +136,9 @@ def test_resuming_a_finished_run_trains_on_only_with_a_larger_budget(run):
     assert run("--steps", "5", "--resume")["steps"] == 5
 
 
-def test_minutes_are_a_budget_and_bf16_runs(run, tmp_path):
-    results = run("--minutes", "0.02", "--bf16")
+@pytest.mark.parametrize("name", ["ldsa", "streaming"])
+def test_minutes_are_a_budget_and_bf16_runs(run, tmp_path, name):
+    results = run("--minutes", "0.02", "--bf16", *MODELS[name])
     assert results["steps"] > 0
     assert 0.02 <= results["minutes"] < 0.1
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
@@ -139,6 +151,7 @@ def test_minutes_are_a_budget_and_bf16_runs(run, tmp_path):
     ("arguments", "message"),
     [
         (["--attention", "mhsa"], "--attention is 'ldsa' there and 'mhsa' here"),
+        (["--encoder", "streaming"], "--encoder is 'torchaudio' there and 'streaming' here"),
         (["--dim", "32"], "--dim is 16 there and 32 here"),
         (["--left", "1", "--right", "1"], "--left is 3 there and 1 here; --right is 2 there"),
         (["--batch-seconds", "3"], "--batch-seconds is 2.0 there and 3.0 here"),
@@ -200,7 +213,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(run, tmp_path):
     torch.save({"model": 1}, path)
     refuses("it lacks normalisation, ")
     torch.save({**state, "options": {}}, path)
-    refuses("it lacks attention, ")
+    refuses("it lacks encoder, ")
     del state["data"]
     torch.save(state, path)
     refuses("it lacks data, or it is of an earlier version")
@@ -239,6 +252,34 @@ def test_heads_must_divide_dim(capsys):
     with pytest.raises(SystemExit):
         train_ctc.parse(["--heads", "5"])
     assert "--heads must divide --dim, got 5 and 96" in capsys.readouterr().err
+
+
+def test_a_streaming_encoder_looks_back_unless_told_otherwise(capsys):
+    windows = [
+        (args.left, args.right)
+        for args in (
+            train_ctc.parse([]),
+            train_ctc.parse(["--encoder", "streaming"]),
+            train_ctc.parse(["--encoder", "streaming", "--left", "3", "--right", "2"]),
+        )
+    ]
+    assert windows == [(7, 7), (14, 0), (3, 2)]
+    model = recogniser.build(vars(train_ctc.parse([*MODELS["streaming"], *TINY.split()])), "AB")
+    assert model.encoder.delay == 4 * 2 * 2  # two layers that look two frames of four ahead
+    with pytest.raises(SystemExit):
+        train_ctc.parse(["--encoder", "streaming", "--attention", "mhsa"])
+    assert "--attention mhsa sees the whole utterance" in capsys.readouterr().err
+
+
+def test_padding_changes_nothing_in_a_streaming_recogniser():
+    model = recogniser.build(vars(train_ctc.parse([*MODELS["streaming"], *TINY.split()])), "AB")
+    features = torch.randn(2, 50, 80)
+    with torch.no_grad():
+        alone = model.eval()(features[1:, :30], torch.tensor([30]))
+        padded = model(features, torch.tensor([50, 30]))
+    assert padded.shape == (2, 13, 3)
+    assert int(recogniser.stacked(torch.tensor(30))) == alone.shape[1] == 8
+    torch.testing.assert_close(padded[1:, :8], alone)
 
 
 @pytest.mark.parametrize("argument", ["--device=foo", f"--left={10**30}", f"--seed={10**30}"])
@@ -306,22 +347,27 @@ def test_augmentation_changes_speed_level_and_masks():
     assert levels.std() > 0.5  # natural logarithms of energy; +-10 dB are +-2.3
 
 
+def test_a_streaming_recogniser_learns_tones(run):
+    arguments = "--encoder streaming --dim 32 --ffn 64 --dropout 0 --lr 3e-3 --steps 150"
+    assert run(*arguments.split())["held_out"]["test"]["cer"] < 50
+
+
 def test_greedy_text():
     assert recogniser.greedy_text([0, 2, 2, 0, 2, 3, 3, 0, 1, 1, 0], " AB") == "AAB"
     assert recogniser.greedy_text([1, 2, 1, 0, 1, 3, 1], " AB") == "A B"
     assert recogniser.greedy_text([0, 0], " AB") == ""
 
 
-@pytest.mark.parametrize("attention", ["ldsa", "mhsa"])
-def test_attention_weights(attention):
-    options = vars(train_ctc.parse([*TINY.split(), "--attention", attention]))
+@pytest.mark.parametrize("name", MODELS)
+def test_attention_weights(name):
+    options = vars(train_ctc.parse([*TINY.split(), *MODELS[name]]))
     model = recogniser.build(options, "ABC").eval()
     features, lengths = torch.randn(1, 90, 80), torch.tensor([90])
     weights = recogniser.attention_weights(model, features, lengths, 3, 2)
     assert weights.shape == (2, 6, 23)
     assert (weights >= 0).all()
     total = weights.sum(1)
-    if attention == "ldsa":
+    if name != "mhsa":
         torch.testing.assert_close(total, torch.ones(2, 23))
     else:
         assert (total < 1).all()
@@ -333,9 +379,9 @@ def test_attention_weights(attention):
         assert not wide[:, 23:, -1].any()
 
 
-@pytest.mark.parametrize("attention", ["ldsa", "mhsa"])
-def test_one_compilation_serves_all_lengths(attention):
-    options = vars(train_ctc.parse([*TINY.split(), "--attention", attention]))
+@pytest.mark.parametrize("name", MODELS)
+def test_one_compilation_serves_all_lengths(name):
+    options = vars(train_ctc.parse([*TINY.split(), *MODELS[name]]))
     model = recogniser.build(options, "ABC")
     graphs = []
 
@@ -350,9 +396,9 @@ def test_one_compilation_serves_all_lengths(attention):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("attention", ["ldsa", "mhsa"])
-def test_on_a_gpu_in_bf16_compiled_and_resumed(run, attention):
-    options = ["--attention", attention, "--device", "cuda", "--bf16", "--compile"]
+@pytest.mark.parametrize("name", MODELS)
+def test_on_a_gpu_in_bf16_compiled_and_resumed(run, name):
+    options = [*MODELS[name], "--device", "cuda", "--bf16", "--compile"]
     assert run("--steps", "10", *options)["steps"] == 10
     torch.compiler.reset()
     results = run("--steps", "20", "--resume", *options)

@@ -47,7 +47,8 @@ class AbsoluteAdapter(Adapter):
             [B,T,D] of query's frames.
 
         Raises:
-            ValueError: a cache is used while right > 0, or the layer refuses its input.
+            ValueError, TypeError: a cache is used while right > 0, the mask is of another kind, or
+                the layer refuses its input.
         """
         past = value.shape[1] - query.shape[1]
         if past > 0 and self.right:
@@ -56,7 +57,7 @@ class AbsoluteAdapter(Adapter):
             )
         keep = None
         if mask is not None:
-            keep = kept_frames(mask != 0, query.shape[0], query.shape[1], past)
+            keep = kept_frames(mask, query.shape[0], query.shape[1], past)
         return self.attend(query, value, keep)
 
 
@@ -76,7 +77,7 @@ class RelativeAdapter(AbsoluteAdapter):
             [B,T,D].
 
         Raises:
-            ValueError: as in `AbsoluteAdapter`.
+            ValueError, TypeError: as in `AbsoluteAdapter`.
         """
         return super().forward(query, key, value, mask)
 

@@ -90,7 +90,7 @@ class ConformerAdapter(Adapter):
                 f"left_context={left_context} frames are too few: the window needs left={self.left}"
             )
         if not past:
-            self.check_ahead(attn_mask)
+            self.check_ahead(attn_mask, query.shape[0])
         keep = None if key_padding_mask is None else keep_from_padding(key_padding_mask)
         out = self.attend(query.transpose(0, 1), value.transpose(0, 1), keep)
         return out.transpose(0, 1), None
@@ -153,7 +153,7 @@ class Zipformer2Adapter(Adapter):
         Raises:
             ValueError, TypeError: a mask that the window cannot follow.
         """
-        self.check_ahead(attn_mask)
+        self.check_ahead(attn_mask, x.shape[0])
         return self._weights(x, key_padding_mask, 0)
 
     def streaming_forward(

@@ -48,12 +48,12 @@ class NemoAdapter(Adapter, MultiHeadAttention):
             [B,T,D]; with a cache (that, the next cache [B,C,D]).
 
         Raises:
-            ValueError: the cache is shorter than the window, the window looks further ahead than
-                the stream, or the layer refuses its input.
+            ValueError, TypeError: the cache is shorter than the window, the window looks further
+                ahead than the stream, the mask is of another kind, or the layer refuses its input.
         """
         batch, frames, _ = query.shape
         if cache is None:
-            keep = None if mask is None else kept_frames(mask == 0, batch, frames)
+            keep = None if mask is None else kept_frames(mask, batch, frames, masked=True)
             return self.attend(query, value, keep)
         past, drop = cache.shape[1], self.cache_drop_size
         if past < self.left:
@@ -68,7 +68,7 @@ class NemoAdapter(Adapter, MultiHeadAttention):
             )
         if mask is None:
             raise ValueError("a cache needs the mask that tells which of its frames are real")
-        keep = kept_frames(mask == 0, batch, frames, past)
+        keep = kept_frames(mask, batch, frames, past, masked=True)
         out = self.attend(query, torch.cat([cache, value], 1), keep)
         stored = frames - drop
         return out, torch.cat([cache[:, stored:], query[:, :stored]], 1)
@@ -98,7 +98,8 @@ class LocalAdapter(NemoAdapter):
             [B,T,D].
 
         Raises:
-            ValueError: a cache is given, or the layer refuses its input.
+            ValueError, TypeError: a cache is given, the mask is of another kind, or the layer
+                refuses its input.
         """
         if cache is not None:
             raise ValueError("rel_pos_local_attn does not stream: use rel_pos or abs_pos")

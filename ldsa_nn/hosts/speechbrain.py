@@ -66,7 +66,7 @@ class SpeechBrainAdapter(Adapter):
             ValueError, TypeError: a mask that the window cannot follow, or the layer refuses its
                 input.
         """
-        self.check_ahead(attn_mask)
+        self.check_ahead(attn_mask, query.shape[1])
         keep = None if key_padding_mask is None else keep_from_padding(key_padding_mask)
         out = self.attend(query, value, keep)
         return (out, None) if return_attn_weights else out

@@ -49,9 +49,9 @@ class WenetAdapter(Adapter):
             (out [B,T,D], cache with C+T frames; in training mode the given cache).
 
         Raises:
-            ValueError: a cache is used while right > 0 or is shorter than the window (the latter
-                where that can be seen without synchronising: a CPU cache in eager mode), or the
-                layer refuses its input.
+            ValueError, TypeError: a cache is used while right > 0 or is shorter than the window
+                (the latter where that can be seen without synchronising: a CPU cache in eager
+                mode), the mask is of another kind, or the layer refuses its input.
         """
         batch, frames, width = query.shape
         halves = cache.chunk(2, -1) if isinstance(cache, Tensor) else cache
@@ -64,9 +64,11 @@ class WenetAdapter(Adapter):
             self._check_past(halves[0])
             whole = torch.cat([halves[1].transpose(1, 2).flatten(2), value], 1)
         keep = None
-        if mask is not None and mask.shape[-1]:
-            mask = mask[..., : past + frames]
-            keep = keep_from_padding(mask) if mask.is_floating_point() else mask != 0
+        if isinstance(mask, Tensor) and mask.dim() == 3:
+            mask = mask[..., : past + frames] if mask.shape[2] else None
+        if mask is not None:
+            additive = isinstance(mask, Tensor) and mask.is_floating_point()
+            keep = keep_from_padding(mask) if additive else mask
             keep = kept_frames(keep, batch, frames, past)
         out = self.attend(query, whole, keep)
         if self.training:

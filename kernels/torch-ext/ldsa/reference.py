@@ -5,7 +5,7 @@ from torch.nn.functional import dropout, pad
 
 from .checks import check_inputs, check_window
 
-__all__ = ["eager_ldsa", "eager_weights", "ldsa_weights", "memory_order"]
+__all__ = ["eager_ldsa", "eager_ldsa_at", "eager_weights", "ldsa_weights", "memory_order"]
 
 
 def memory_order(x):
@@ -52,16 +52,20 @@ def _slots_inside(inside, left, window, n_frames, device):
     return (read & within)[:, None]
 
 
-class _Softmax(torch.autograd.Function):
+def _softmax(x, dim):
     """Softmax in which a row of -inf gives zeros and +inf entries share the weight equally."""
+    top = x.amax(dim, keepdim=True)
+    # The top itself is set, not subtracted: inf - inf is no number.
+    weights = (x - top).masked_fill_(x == top, 0.0).exp_()
+    total = weights.sum(dim, keepdim=True)
+    weights /= torch.where(top == -torch.inf, torch.inf, total)
+    return weights
 
+
+class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim):
-        top = x.amax(dim, keepdim=True)
-        # The top itself is set, not subtracted: inf - inf is no number.
-        weights = (x - top).masked_fill_(x == top, 0.0).exp_()
-        total = weights.sum(dim, keepdim=True)
-        weights /= torch.where(top == -torch.inf, torch.inf, total)
+        weights = _softmax(x, dim).detach()  # see below
         ctx.dim = dim
         ctx.save_for_backward(weights)
         return weights
@@ -75,21 +79,26 @@ class _Softmax(torch.autograd.Function):
 
 # The weighted sum over the window and its two derivatives. Each of the three is linear in both of
 # its inputs, and has the other two as derivatives, which gives derivatives of every order. They are
-# functions of their own because they add up in place, where autograd would keep every term.
+# functions of their own because they add up in place, where autograd would keep every term. Their
+# results are detached because torch.compile of PyTorch 2.11 drops the gradient of a result that was
+# last changed in place.
+
+
+def _window_sum(weights, values, channel, time):
+    """out[t] = sum_k weights[k, t] values[t + k]; values have W - 1 frames more than weights."""
+    window, n_frames = weights.shape[channel], weights.shape[time]
+    out = values.narrow(time, 0, n_frames) * weights.narrow(channel, 0, 1)
+    for k in range(1, window):
+        out.addcmul_(values.narrow(time, k, n_frames), weights.narrow(channel, k, 1))
+    return out
 
 
 class _WindowSum(torch.autograd.Function):
-    """out[t] = sum_k weights[k, t] values[t + k]; values have W - 1 frames more than weights."""
-
     @staticmethod
     def forward(ctx, weights, values, channel, time):
         ctx.dims = channel, time
         ctx.save_for_backward(weights, values)
-        window, n_frames = weights.shape[channel], weights.shape[time]
-        out = values.narrow(time, 0, n_frames) * weights.narrow(channel, 0, 1)
-        for k in range(1, window):
-            out.addcmul_(values.narrow(time, k, n_frames), weights.narrow(channel, k, 1))
-        return out
+        return _window_sum(weights, values, channel, time).detach()
 
     @staticmethod
     def backward(ctx, grad):
@@ -146,7 +155,7 @@ class _WindowSpread(torch.autograd.Function):
             at = time, window - 1 - k, n_frames + window - 1
             term = x.narrow(*at), weights.narrow(channel, k, 1).narrow(*at)
             out = term[0] * term[1] if k == 0 else out.addcmul_(*term)
-        return out
+        return out.detach()
 
     @staticmethod
     def backward(ctx, grad):
@@ -160,6 +169,38 @@ class _WindowSpread(torch.autograd.Function):
         )
 
 
+def _padded_window_sum(weights, values, left, channel, time):
+    """out[t] = sum_k weights[k, t] values[t - left + k], values beyond either end being 0."""
+    needed = torch.is_grad_enabled() and (weights.requires_grad or values.requires_grad)
+    window, n_frames = weights.shape[channel], weights.shape[time]
+    if needed or torch.compiler.is_compiling():
+        around = [0, 0] * (values.dim() - 1 - time) + [left, window - 1 - left]
+        return _functions(weights, values)[1](weights, pad(values, around), channel, time)
+    # The same sums without a padded copy, which would be half of the memory that this takes.
+    out = values.new_zeros(values.shape)
+    for k in range(window):
+        first, last = max(0, left - k), min(n_frames, n_frames + left - k)
+        if first < last:
+            at = time, first, last - first
+            source = values.narrow(time, first - left + k, last - first)
+            out.narrow(*at).addcmul_(source, weights.narrow(channel, k, 1).narrow(*at))
+    return out
+
+
+def _functions(*tensors):
+    """Softmax and window sum: of autograd's functions where these tensors need a gradient.
+
+    Else plain ones, which take fewer calls and which torch.export (not every release traces
+    autograd's with open shapes) and TorchScript can keep.
+    """
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # Under torch.compile, some releases say that they export.
+    exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    if needed and not exporting:
+        return _Softmax.apply, _WindowSum.apply
+    return _softmax, _window_sum
+
+
 def eager_weights(logits, left, inside, edge):
     """Softmax over the window of [B,H,W,T] logits already in the compute dtype."""
     window, n_frames = logits.shape[2:]
@@ -168,7 +209,7 @@ def eager_weights(logits, left, inside, edge):
     if edge == "renormalize":
         slots = _slots_inside(inside, left, window, n_frames, logits.device)
         logits = torch.where(slots, logits, -torch.inf)
-    weights = _Softmax.apply(logits, 2)
+    weights = _functions(logits)[0](logits, 2)
     if inside is not None:
         weights = torch.where(inside[:, None, None], weights, 0.0)
     return weights
@@ -244,9 +285,47 @@ def eager_ldsa(a_logits, v, left, right, *, lengths=None, starts=None, edge="zer
     order = memory_order(v)
     time, channel = order.index(3), order.index(2)
     weights, values = weights.permute(order), values.permute(order)
-    values = pad(values, [0, 0] * (3 - time) + [left, right])
-    out = _WindowSum.apply(weights, values, channel, time)
+    out = _padded_window_sum(weights, values, left, channel, time)
     if inside is not None:
         # Weights are 0 there already; this keeps a NaN in grad_output from coming back.
         out = torch.where(inside[:, None, None].permute(order), out, 0.0)
     return out.to(v.dtype).permute([order.index(d) for d in range(4)])
+
+
+# Up to this many products all at once, in two operations, take less time than 2 W small ones.
+_FEW_PRODUCTS = 1 << 16
+
+
+def eager_ldsa_at(a_logits, v, left, right, first, *, ends=None, starts=None, edge="zero"):
+    """`eager_ldsa` at some frames of a buffer, whose windows all lie in the buffer.
+
+    Args:
+        a_logits: [B,H,W,N], of the buffer's frames from `first` on; nothing is checked.
+        v: [B,H,Dh,T], the buffer, channel-last; left <= first <= T - N - right.
+        left, right, edge: as in `eager_ldsa`.
+        ends, starts: int64 [B] or None, in the buffer; frames from ends[b] on are outside.
+
+    Returns:
+        [B,H,Dh,N] in v's dtype, exactly 0 at frames outside.
+    """
+    window, n_frames = a_logits.shape[2:]
+    dtype = _compute_dtype(a_logits, v)
+    inside = frames_inside(ends, starts, v.shape[3], v.device)
+    values, logits, rows = v.permute(0, 3, 1, 2).to(dtype), a_logits.to(dtype), None
+    if inside is not None:
+        values = torch.where(inside[:, :, None, None], values, 0.0)
+        rows = inside.narrow(1, first, n_frames)[:, None, None]
+        logits = torch.where(rows, logits, 0.0)
+        if edge == "renormalize":
+            slots = _slots_inside(inside, left, window, v.shape[3], v.device)
+            logits = torch.where(slots.narrow(3, first, n_frames), logits, -torch.inf)
+    softmax, window_sum = _functions(a_logits, v)
+    weights = softmax(logits, 2).permute(0, 3, 1, 2)
+    values = values.narrow(1, first - left, n_frames + window - 1)
+    if not torch.compiler.is_compiling() and weights.numel() * v.shape[2] <= _FEW_PRODUCTS:
+        windows = values.unfold(1, window, 1).transpose(3, 4)  # [B,N,H,W,Dh]
+        out = (windows * weights.unsqueeze(4)).sum(3)
+    else:
+        out = window_sum(weights, values, 3, 1)
+    out = out.permute(0, 2, 3, 1)
+    return (out if rows is None else torch.where(rows, out, 0.0)).to(v.dtype)
