@@ -169,11 +169,14 @@ class _WindowSpread(torch.autograd.Function):
         )
 
 
+def _need_gradient(*tensors):
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
 def _padded_window_sum(weights, values, left, channel, time):
     """out[t] = sum_k weights[k, t] values[t - left + k], values beyond either end being 0."""
-    needed = torch.is_grad_enabled() and (weights.requires_grad or values.requires_grad)
     window, n_frames = weights.shape[channel], weights.shape[time]
-    if needed or torch.compiler.is_compiling():
+    if _need_gradient(weights, values) or torch.compiler.is_compiling():
         around = [0, 0] * (values.dim() - 1 - time) + [left, window - 1 - left]
         return _functions(weights, values)[1](weights, pad(values, around), channel, time)
     # The same sums without a padded copy, which would be half of the memory that this takes.
@@ -193,10 +196,9 @@ def _functions(*tensors):
     Else plain ones, which take fewer calls and which torch.export (not every release traces
     autograd's with open shapes) and TorchScript can keep.
     """
-    needed = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     # Under torch.compile, some releases say that they export.
     exporting = torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
-    if needed and not exporting:
+    if _need_gradient(*tensors) and not exporting:
         return _Softmax.apply, _WindowSum.apply
     return _softmax, _window_sum
 
