@@ -198,18 +198,22 @@ SMALL = [
 
 
 def _large():
-    """One case for each pair of block widths (of window and head) and size of element.
+    """One case for each pair of tile sizes (of window and head) and size of element.
 
     The rest of what a case has goes round in steps of its own.
     """
+    time_last = ["time_last", "mixed"]  # the logits: what the choice of tiles looks at
+    others = ["channel_last", "strided", "head_major", "channel_last", "batch_second"]
+    every = ["channel_last", "time_last", "channel_last", "strided", "time_last", "mixed"]
     windows = [
-        cycle(pairs)
-        for pairs in (
-            [(14, 0), (7, 7), (0, 0), (0, 5)],
-            [(15, 15), (30, 0), (17, 2)],
-            [(31, 31), (62, 0), (3, 40)],
-            [(63, 63), (126, 0)],
-            [(127, 127), (254, 0)],
+        (cycle(pairs), cycle(layouts))
+        for pairs, layouts in (
+            ([(14, 0), (7, 7), (0, 0), (0, 5), (15, 0)], others),
+            ([(14, 0), (7, 7), (9, 2), (0, 5), (0, 0)], time_last),
+            ([(15, 15), (30, 0), (17, 2), (31, 0), (16, 0)], every),
+            ([(31, 31), (62, 0), (3, 40), (32, 31), (32, 0)], every),
+            ([(63, 63), (126, 0), (64, 63), (64, 0)], every),
+            ([(127, 127), (254, 0), (128, 0)], every),
         )
     ]
     heads = [
@@ -217,13 +221,10 @@ def _large():
         for dims in ([8, 16, 1, 5], [32, 25], [64, 40, 36], [128, 96, 80, 72], [256, 129, 200])
     ]
     narrow = cycle([torch.bfloat16, torch.float16])
-    layouts = cycle(
-        ["channel_last", "time_last", "channel_last", "strided", "time_last", "mixed", "head_major"]
-    )
     edges = cycle(["zero", "renormalize"])
     frames = cycle([130, 1000, None, 63, 130, -1, 1000, 257, 1])  # None: W, -1: W - 1
     ragged = cycle([False, True, False])
-    for window in windows:
+    for window, layouts in windows:
         for head in heads:
             for dtype in (torch.float32, next(narrow)):
                 left, right = next(window)

@@ -748,11 +748,16 @@ def test_every_tile_row_has_a_case():
     tiles = importlib.import_module("ldsa_nn._ldsa.ldsa")._tiles
     for backward in (False, True):
         tested = {
-            tiles(c.window, c.head_dim, c.dtype.itemsize, backward) for c in LARGE
+            tiles(
+                c.window, c.head_dim, c.dtype.itemsize, c.layout in ("time_last", "mixed"), backward
+            )
+            for c in LARGE
         }
-        for window, head_dim, size in itertools.product(range(1, 256), range(1, 257), (2, 4)):
-            row = tiles(window, head_dim, size, backward)
-            assert row in tested, (window, head_dim, size)
+        for window, head_dim, size, time_last in itertools.product(
+            range(1, 256), range(1, 257), (2, 4), (False, True)
+        ):
+            row = tiles(window, head_dim, size, time_last, backward)
+            assert row in tested, (window, head_dim, size, time_last)
 
 
 @pytest.mark.parametrize("window", [16, 17, 32, 64])

@@ -1,8 +1,8 @@
 """Local dense synthesizer attention, fused: the Triton kernels and their launchers.
 
-Both directions are one launch without atomics. Logits are read in the form of the band matrix
-P[t, s] = a[t, s - t + left], in square tiles, so that the weighted sum is a matrix product with
-tiles of values. README.md has the derivation.
+Both directions are one launch without atomics. The weighted sum is a product with the band matrix
+P[t, s] = a[t, s - t + left]; a block's W slots are held as a ring, tile by tile in the place that
+they have in P. README.md has the derivation.
 """
 
 import torch
@@ -25,110 +25,275 @@ if triton is not None:
 
     @triton.jit
     def _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames):
-        """First frame and end of sequence b, clamped to [0, T]."""
+        """First frame and end of sequence b: 0 <= start <= end <= T."""
         start = b * 0
         end = start + n_frames
-        if starts_ptr is not None:
-            start = tl.load(starts_ptr + b * stride_starts).to(tl.int64)
-            start = tl.minimum(tl.maximum(start, 0), n_frames)
         if lengths_ptr is not None:
             end = tl.load(lengths_ptr + b * stride_lengths).to(tl.int64)
             end = tl.minimum(tl.maximum(end, 0), n_frames)
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + b * stride_starts).to(tl.int64)
+            start = tl.minimum(tl.maximum(start, 0), end)
         return start.to(tl.int32), end.to(tl.int32)
 
     @triton.jit
-    def _pointers(ptr, stride_t, stride_c, t0, rel_t, offs_c, WIDE: tl.constexpr):
-        """Pointers to frames t0 + rel_t and channels or slots offs_c of a [T, C] array."""
-        base = ptr + t0.to(tl.int64) * stride_t
-        if WIDE:
-            rel_t = rel_t.to(tl.int64)
-            offs_c = offs_c.to(tl.int64)
-        return base + rel_t * stride_t + offs_c * stride_c
+    def _inside(t, start, end):
+        """Whether start <= t < end, as one comparison: a negative number is a large unsigned one."""
+        return (t - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32, bitcast=True)
 
     @triton.jit
-    def _band_logits(
-        logits_ptr,
-        stride_w,
+    def _align(stride, VECTOR: tl.constexpr):
+        """`stride`, which is a multiple of VECTOR, in a form that shows it to the compiler."""
+        return stride // VECTOR * VECTOR
+
+    @triton.jit
+    def _tile(ptr, stride_t, stride_c, t0, c0, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
+        """Pointers to frames t0.. and channels c0.. of a [T, C] array, [BLOCK, BLOCK_C]."""
+        offs_t = tl.arange(0, BLOCK)[:, None].to(tl.int64)
+        offs_c = tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
+        base = ptr + t0.to(tl.int64) * stride_t + c0 * stride_c
+        return base + (offs_t * stride_t + offs_c * stride_c)
+
+    @triton.jit
+    def _load_tile(
+        ptr,
         stride_t,
+        stride_c,
+        t0,
+        c0,
+        start,
+        end,
+        OTHER: tl.constexpr,
+        C: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+        VECTOR: tl.constexpr,
+    ):
+        """[BLOCK, BLOCK_C] of a [T, C] array from (t0, c0) on; OTHER outside [start, end) and C."""
+        t = t0 + tl.arange(0, BLOCK)[:, None]
+        inside_c = c0 + tl.arange(0, BLOCK_C)[None, :] < C
+        ptrs = _tile(ptr, stride_t, stride_c, t0, c0, BLOCK, BLOCK_C)
+        if VECTOR > 1:
+            # Frames lie side by side: a mask along them would load them one by one.
+            if (t0 >= start) & (t0 + BLOCK <= end):
+                x = tl.load(ptrs, mask=inside_c, other=OTHER)
+            else:
+                x = tl.load(ptrs, mask=_inside(t, start, end) & inside_c, other=OTHER)
+        else:
+            x = tl.load(ptrs, mask=_inside(t, start, end) & inside_c, other=OTHER)
+        return x
+
+    @triton.jit
+    def _here(x, PIN: tl.constexpr):
+        """x, defined where it is used.
+
+        Triton copies the operand of a product to shared memory right after its definition; if that
+        is a load, the program waits there, before its other loads have begun.
+        """
+        if PIN:
+            if x.dtype.primitive_bitwidth == 16:
+                x = tl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+                )
+            else:
+                x = tl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+                )
+        return x
+
+    @triton.jit
+    def _load_values(
+        ptr,
+        stride_t,
+        stride_c,
+        t0,
+        c0,
+        start,
+        end,
+        FIRST: tl.constexpr,
+        LAST: tl.constexpr,
+        C: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+        VECTOR: tl.constexpr,
+        DTYPE: tl.constexpr,
+    ):
+        """Tiles FIRST to LAST, from frame t0 on, of a [T, C] array; 0 outside."""
+        tiles = ()
+        for j in tl.static_range(FIRST, LAST + 1):
+            x = _load_tile(
+                ptr, stride_t, stride_c, t0 + j * BLOCK, c0, start, end, 0.0,
+                C, BLOCK, BLOCK_C, VECTOR,
+            )  # fmt: skip
+            tiles = tiles + (x.to(DTYPE),)
+        return tiles
+
+    @triton.jit
+    def _store_tile(
+        ptr,
+        x,
+        stride_t,
+        stride_c,
+        t0,
+        c0,
+        start,
+        end,
+        n_frames,
+        C: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+        VECTOR: tl.constexpr,
+    ):
+        """Store x [BLOCK, BLOCK_C] from (t0, c0) on; 0 to the frames outside [start, end)."""
+        t = t0 + tl.arange(0, BLOCK)[:, None]
+        inside_c = c0 + tl.arange(0, BLOCK_C)[None, :] < C
+        inside = _inside(t, start, end)
+        ptrs = _tile(ptr, stride_t, stride_c, t0, c0, BLOCK, BLOCK_C)
+        x = x.to(ptr.dtype.element_ty)
+        if VECTOR > 1:
+            if (t0 >= start) & (t0 + BLOCK <= end):
+                tl.store(ptrs, x, mask=inside_c)
+            else:
+                outside = (t >= 0) & (t < n_frames)
+                tl.store(ptrs, tl.where(inside, x, 0.0), mask=outside & inside_c)
+        else:
+            tl.store(ptrs, x, mask=inside & inside_c)
+            if (t0 < start) | (t0 + BLOCK > end):
+                zeros = tl.zeros([BLOCK, BLOCK_C], ptr.dtype.element_ty)
+                outside = (t >= 0) & (t < n_frames) & ~inside
+                tl.store(ptrs, zeros, mask=outside & inside_c)
+
+    @triton.jit
+    def _slots(
+        row, column, j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr
+    ):
+        """Slots of rows and columns of ring tile j: in row t, a column is frame t - left + slot of
+        the values. Numbers outside 0 .. W-1 are no slots.
+        """
+        slot = column - row + (j * BLOCK - SHIFT)
+        if j == 0:
+            slot = tl.where(slot < 0, slot + RING * BLOCK, slot)
+        return slot
+
+    @triton.jit
+    def _tile_slots(j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr):
+        """_slots of all of ring tile j, [BLOCK, BLOCK]."""
+        row = tl.arange(0, BLOCK)[:, None]
+        return _slots(row, tl.arange(0, BLOCK)[None, :], j, SHIFT, BLOCK, RING)
+
+    @triton.jit
+    def _load_logits(
+        ptr,
+        stride_t,
+        stride_w,
         t0,
         start,
         end,
         LEFT: tl.constexpr,
-        PAD: tl.constexpr,
+        SHIFT: tl.constexpr,
         W: tl.constexpr,
         RENORMALIZE: tl.constexpr,
         BLOCK: tl.constexpr,
-        TILES: tl.constexpr,
-        GATHER: tl.constexpr,
+        RING: tl.constexpr,
         BLOCK_W: tl.constexpr,
-        DTYPE: tl.constexpr,
-        WIDE: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        VECTOR: tl.constexpr,
     ):
-        """Logits of frames t0.. in TILES band tiles [BLOCK, BLOCK], side by side.
-
-        Row r is frame t0 + r, and column c over all tiles is frame t0 - PAD + c of the values: slot
-        c - r + LEFT - PAD. Entries that are no slot, and rows outside, are -inf. `logits_ptr` is
-        that of the sequence's and head's frame 0.
-        """
-        row = tl.arange(0, BLOCK)[:, None]
-        t = t0 + row
-        # One comparison a slot: as an unsigned number, a negative one is above every bound.
-        bound = tl.where((t >= start) & (t < end), W, 0).to(tl.uint32)
-        slot = tl.arange(0, BLOCK)[None, :] - row + (LEFT - PAD)
-        if GATHER:
-            # Frames lie side by side: read slot by slot, then shift in registers.
-            slots = tl.arange(0, BLOCK_W)[None, :]
-            compact = tl.load(
-                _pointers(logits_ptr, stride_t, stride_w, t0, row, slots, WIDE),
-                mask=slots.to(tl.uint32) < bound,
-                other=float("-inf"),
-            )
+        """Logits of frames t0.. as RING ring tiles; if TIME_LAST as they lie, [BLOCK, BLOCK_W]."""
+        if TIME_LAST:
+            tiles = (
+                _load_tile(
+                    ptr, stride_t, stride_w, t0, 0, start, end, float("-inf"),
+                    W, BLOCK, BLOCK_W, VECTOR,
+                ),
+            )  # fmt: skip
         else:
-            ptrs = _pointers(logits_ptr, stride_t, stride_w, t0, row, slot, WIDE)
-        tiles = ()
-        for j in tl.static_range(TILES):
-            mask = (slot + j * BLOCK).to(tl.uint32, bitcast=True) < bound
-            if RENORMALIZE:
-                source = t0 - PAD + j * BLOCK + tl.arange(0, BLOCK)[None, :]
-                mask = mask & (source >= start) & (source < end)
-            if GATHER:
-                x = tl.gather(compact, tl.where(mask, slot + j * BLOCK, W), axis=1)
-                x = x.to(tl.float32)
-            else:
-                x = tl.load(ptrs + j * BLOCK * stride_w, mask=mask, other=float("-inf"))
-                x = x.to(tl.float32)
-            # +inf becomes the largest number: such entries share the weight, inf - inf never is.
-            x = tl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
-            if DTYPE != tl.float32:
-                # A product of zeros moves the tile to the tensor cores' layout, in which four lanes
-                # hold a row: its sums take two shuffles, and the products need no copy.
-                zeros = tl.zeros([BLOCK, 16], DTYPE)
-                x = tl.dot(zeros, tl.trans(zeros), x)
-            tiles = tiles + (x,)
+            # In one dimension, so that a warp reads whole rows.
+            row = tl.arange(0, BLOCK * BLOCK) // BLOCK
+            column = tl.arange(0, BLOCK * BLOCK) % BLOCK
+            t = t0 + row
+            # One comparison a slot: as an unsigned number, a negative one is above every bound.
+            bound = tl.where(_inside(t, start, end), W, 0).to(tl.uint32)
+            base = ptr + t0.to(tl.int64) * stride_t
+            tiles = ()
+            for j in tl.static_range(RING):
+                slot = _slots(row, column, j, SHIFT, BLOCK, RING)
+                mask = slot.to(tl.uint32, bitcast=True) < bound
+                if RENORMALIZE:
+                    mask = mask & _inside(t + slot - LEFT, start, end)
+                ptrs = base + (row.to(tl.int64) * stride_t + slot.to(tl.int64) * stride_w)
+                x = tl.load(ptrs, mask=mask, other=float("-inf"))
+                tiles = tiles + (x.reshape(BLOCK, BLOCK),)
         return tiles
 
     @triton.jit
-    def _softmax(xs, TILES: tl.constexpr):
-        """Softmax over the columns of tiles side by side; a row of -inf gets zeros."""
+    def _softmax(
+        tiles,
+        t0,
+        start,
+        end,
+        LEFT: tl.constexpr,
+        SHIFT: tl.constexpr,
+        W: tl.constexpr,
+        RENORMALIZE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RING: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        DTYPE: tl.constexpr,
+    ):
+        """Weights of frames t0.. as RING ring tiles; a row whose logits are all -inf gets zeros."""
+        xs = ()
+        for j in tl.static_range(RING):
+            if TIME_LAST:
+                slot = _tile_slots(j, SHIFT, BLOCK, RING)
+                mask = slot.to(tl.uint32, bitcast=True) < W
+                if RENORMALIZE:
+                    t = t0 + tl.arange(0, BLOCK)[:, None]
+                    mask = mask & _inside(t + slot - LEFT, start, end)
+                x = tl.gather(tiles[0], tl.where(mask, slot, W), axis=1).to(tl.float32)
+            else:
+                x = tiles[j].to(tl.float32)
+            # +inf becomes the largest number: such entries share the weight, inf - inf never is.
+            x = tl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+            # A product of zeros moves the tile to the tensor cores' layout, in which four lanes
+            # hold a row: its sums take two shuffles, and the products need no copy.
+            zeros = tl.zeros([BLOCK, 16], DTYPE)
+            xs = xs + (tl.dot(zeros, tl.trans(zeros), x),)
         top = tl.max(xs[0], axis=1)
-        for j in tl.static_range(1, TILES):
+        for j in tl.static_range(1, RING):
             top = tl.maximum(top, tl.max(xs[j], axis=1))
         top = tl.where(top == float("-inf"), 0.0, top)[:, None]
         es = ()
         total = top * 0.0
-        for j in tl.static_range(TILES):
+        for j in tl.static_range(RING):
             e = tl.exp2((xs[j] - top) * 1.4426950408889634)
             es = es + (e,)
             total += tl.sum(e, axis=1)[:, None]
         scale = 1.0 / tl.where(total == 0.0, 1.0, total)
         weights = ()
-        for j in tl.static_range(TILES):
+        for j in tl.static_range(RING):
             weights = weights + (es[j] * scale,)
         return weights
 
     @triton.jit
+    def _first(SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+        """Where ring tile 0 belongs to the first tile of values; elsewhere to the last."""
+        return tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] >= SHIFT
+
+    @triton.jit
+    def _band(tiles, j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr):
+        """Tile j of the band matrix, 0 <= j <= RING, from ring tiles."""
+        if j == 0:
+            x = tl.where(_first(SHIFT, BLOCK), tiles[0], 0.0)
+        elif j == RING:
+            x = tl.where(_first(SHIFT, BLOCK), 0.0, tiles[0])
+        else:
+            x = tiles[j]
+        return x
+
+    @triton.jit
     def _kept(seed_ptr, row0, p, W: tl.constexpr, BLOCK: tl.constexpr):
-        """Which weights of BLOCK rows dropout keeps: word w, int32 [BLOCK], has slots 32w to 32w+31.
+        """Which weights of BLOCK rows dropout keeps: word w, int32 [BLOCK], has slots 32w..32w+31.
 
         A function of seed, row and slot alone, so that every program that needs a row, in either
         direction, draws the same mask; row0 counts (b, h, t) rows. A Philox call serves eight slots
@@ -154,98 +319,69 @@ if triton is not None:
         return words
 
     @triton.jit
-    def _drop(x, words, first_slot: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr):
-        """A band tile whose column c of row r is slot first_slot + c - r, 0 where not kept."""
-        slot = first_slot + tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None]
-        shift = (slot & 31).to(tl.uint32)
-        for w in tl.static_range((W + 31) // 32):
-            dropped = ((words[w][:, None] >> shift) & 1) == 0
-            x = tl.where(dropped & (slot >> 5 == w), 0.0, x)
-        return x
-
-    @triton.jit
-    def _load_tile(
-        ptr,
-        stride_t,
-        stride_d,
-        t0,
-        start,
-        end,
-        DH: tl.constexpr,
-        BLOCK: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        DTYPE: tl.constexpr,
-        WIDE: tl.constexpr,
-    ):
-        """[BLOCK, BLOCK_D] of a [T, Dh] array from frame t0 on; 0 outside [start, end)."""
-        rel_t = tl.arange(0, BLOCK)[:, None]
-        offs_d = tl.arange(0, BLOCK_D)[None, :]
-        mask = (t0 + rel_t >= start) & (t0 + rel_t < end) & (offs_d < DH)
-        ptrs = _pointers(ptr, stride_t, stride_d, t0, rel_t, offs_d, WIDE)
-        return tl.load(ptrs, mask=mask, other=0.0).to(DTYPE)
-
-    @triton.jit
-    def _store_tile(
-        ptr,
-        x,
-        stride_t,
-        stride_d,
-        t0,
-        start,
-        end,
-        first,
-        n_frames,
-        DH: tl.constexpr,
-        BLOCK: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        WIDE: tl.constexpr,
-    ):
-        """Store [BLOCK, BLOCK_D], of the frames from t0 on, to [first, T); 0 outside [start, end)."""
-        rel_t = tl.arange(0, BLOCK)[:, None]
-        offs_d = tl.arange(0, BLOCK_D)[None, :]
-        t = t0 + rel_t
-        x = tl.where((t >= start) & (t < end), x, 0.0).to(ptr.dtype.element_ty)
-        ptrs = _pointers(ptr, stride_t, stride_d, t0, rel_t, offs_d, WIDE)
-        tl.store(ptrs, x, mask=(t >= first) & (t < n_frames) & (offs_d < DH))
-
-    @triton.jit
-    def _store_band(
-        ptr,
+    def _drop(
         tiles,
-        stride_w,
-        stride_t,
-        t0,
-        n_frames,
-        FIRST_SLOT: tl.constexpr,
+        words,
+        SHIFT: tl.constexpr,
         W: tl.constexpr,
         BLOCK: tl.constexpr,
-        TILES: tl.constexpr,
-        GATHER: tl.constexpr,
-        BLOCK_W: tl.constexpr,
-        WIDE: tl.constexpr,
+        RING: tl.constexpr,
     ):
-        """Store tiles in band form, side by side: column c of row r is slot FIRST_SLOT + c - r."""
-        row = tl.arange(0, BLOCK)[:, None]
-        t = t0 + row
-        bound = tl.where((t >= 0) & (t < n_frames), W, 0).to(tl.uint32)
-        if GATHER:
-            slot = tl.arange(0, BLOCK_W)[None, :]
-            x = tl.zeros([BLOCK, BLOCK_W], ptr.dtype.element_ty)
-            for j in tl.static_range(TILES):
-                column = slot + row - (FIRST_SLOT + j * BLOCK)
-                valid = (column >= 0) & (column < BLOCK)
-                part = tl.gather(
-                    tiles[j].to(ptr.dtype.element_ty), tl.where(valid, column, 0), axis=1
-                )
-                x = tl.where(valid, part, x)
-            ptrs = _pointers(ptr, stride_t, stride_w, t0, row, slot, WIDE)
-            tl.store(ptrs, x, mask=slot.to(tl.uint32) < bound)
+        """Ring tiles with 0 in the slots that are not kept."""
+        xs = ()
+        for j in tl.static_range(RING):
+            slot = _tile_slots(j, SHIFT, BLOCK, RING)
+            shift = (slot & 31).to(tl.uint32)
+            x = tiles[j]
+            for w in tl.static_range((W + 31) // 32):
+                dropped = ((words[w][:, None] >> shift) & 1) == 0
+                x = tl.where(dropped & (slot >> 5 == w), 0.0, x)
+            xs = xs + (x,)
+        return xs
+
+    @triton.jit
+    def _store_logits(
+        ptr,
+        tiles,
+        stride_t,
+        stride_w,
+        t0,
+        start,
+        end,
+        n_frames,
+        SHIFT: tl.constexpr,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RING: tl.constexpr,
+        BLOCK_W: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        VECTOR: tl.constexpr,
+    ):
+        """Store ring tiles, whose rows outside [start, end) are 0, to the slots of frames t0.. ."""
+        if TIME_LAST:
+            row = tl.arange(0, BLOCK)[:, None]
+            column = tl.arange(0, BLOCK_W)[None, :] + row + SHIFT  # of the ring
+            x = tl.gather(tiles[0].to(ptr.dtype.element_ty), column & (BLOCK - 1), axis=1)
+            for j in tl.static_range(1, RING):
+                part = tl.gather(tiles[j].to(ptr.dtype.element_ty), column & (BLOCK - 1), axis=1)
+                x = tl.where(column // BLOCK == j, part, x)
+            _store_tile(
+                ptr, x, stride_t, stride_w, t0, 0, start, end, n_frames, W, BLOCK, BLOCK_W, VECTOR
+            )
         else:
-            slot = tl.arange(0, BLOCK)[None, :] - row + FIRST_SLOT
-            ptrs = _pointers(ptr, stride_t, stride_w, t0, row, slot, WIDE)
-            for j in tl.static_range(TILES):
-                mask = (slot + j * BLOCK).to(tl.uint32, bitcast=True) < bound
-                tl.store(ptrs + j * BLOCK * stride_w, tiles[j].to(ptr.dtype.element_ty), mask=mask)
+            row = tl.arange(0, BLOCK * BLOCK) // BLOCK
+            column = tl.arange(0, BLOCK * BLOCK) % BLOCK
+            t = t0 + row
+            bound = tl.where(_inside(t, 0, n_frames), W, 0).to(tl.uint32)
+            base = ptr + t0.to(tl.int64) * stride_t
+            for j in tl.static_range(RING):
+                slot = _slots(row, column, j, SHIFT, BLOCK, RING)
+                ptrs = base + (row.to(tl.int64) * stride_t + slot.to(tl.int64) * stride_w)
+                tl.store(
+                    ptrs,
+                    tiles[j].to(ptr.dtype.element_ty).reshape(BLOCK * BLOCK),
+                    mask=slot.to(tl.uint32, bitcast=True) < bound,
+                )
 
     @triton.jit
     def _ldsa_fwd_kernel(
@@ -278,76 +414,77 @@ if triton is not None:
         DH: tl.constexpr,
         RENORMALIZE: tl.constexpr,
         BLOCK: tl.constexpr,
-        STEPS: tl.constexpr,
-        TILES: tl.constexpr,
-        PAD: tl.constexpr,
+        RING: tl.constexpr,
+        SHIFT: tl.constexpr,
         BLOCK_D: tl.constexpr,
-        GATHER: tl.constexpr,
         BLOCK_W: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        VECTOR_A: tl.constexpr,
+        VECTOR_V: tl.constexpr,
         DTYPE: tl.constexpr,
-        WIDE: tl.constexpr,
+        PRECISION: tl.constexpr,
+        PIN: tl.constexpr,
     ):
         """out[t, d] = sum_s P[t, s] v[s, d] with P[t, s] = a[t, s - t + left].
 
-        One program walks over STEPS blocks of BLOCK frames of one head of one sequence; a block's
-        windows lie in TILES tiles of values, all but one of which the next block uses again. Reads
-        logits [STEPS * BLOCK, W], v [(STEPS + TILES - 1) * BLOCK, Dh]; writes
-        out [STEPS * BLOCK, Dh].
+        One program owns BLOCK frames of one head of one sequence, whose windows lie in RING + 1
+        tiles of values. Reads logits [BLOCK, W], v [(RING + 1) * BLOCK, Dh]; writes out
+        [BLOCK, Dh].
         """
         pid = tl.program_id(0).to(tl.int64)
         bh = pid // n_blocks
         b = bh // n_heads
         h = bh % n_heads
-        t0 = ((pid % n_blocks) * (STEPS * BLOCK)).to(tl.int32)
+        t0 = ((pid % n_blocks) * BLOCK).to(tl.int32)
         start, end = _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames)
-        logits_ptr += b * stride_ab + h * stride_ah
-        v_ptr += b * stride_vb + h * stride_vh
-        out_ptr += b * stride_ob + h * stride_oh
-        if (t0 < end) & (t0 + STEPS * BLOCK > start):
-            values = ()
-            for j in tl.static_range(TILES - 1):
-                values = values + (
-                    _load_tile(
-                        v_ptr, stride_vt, stride_vd, t0 - PAD + j * BLOCK, start, end,
-                        DH, BLOCK, BLOCK_D, DTYPE, WIDE,
-                    ),
+        stride_aw = _align(stride_aw, VECTOR_A)
+        stride_vd = _align(stride_vd, VECTOR_V)
+        stride_od = _align(stride_od, VECTOR_V)
+        logits_ptr += _align(b * stride_ab + h * stride_ah, VECTOR_A)
+        v_ptr += _align(b * stride_vb + h * stride_vh, VECTOR_V)
+        out_ptr += _align(b * stride_ob + h * stride_oh, VECTOR_V)
+        CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
+        if (t0 < end) & (t0 + BLOCK > start):
+            logits = _load_logits(
+                logits_ptr, stride_at, stride_aw, t0, start, end,
+                LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
+            )  # fmt: skip
+            if CHUNKS == 1:  # before the softmax, which has no other load to wait for
+                values = _load_values(
+                    v_ptr, stride_vt, stride_vd, t0 - (LEFT + SHIFT), 0, start, end,
+                    0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
                 )  # fmt: skip
-            for i in range(STEPS):
-                ti = t0 + i * BLOCK
-                window = values + (
-                    _load_tile(
-                        v_ptr, stride_vt, stride_vd, ti - PAD + (TILES - 1) * BLOCK, start, end,
-                        DH, BLOCK, BLOCK_D, DTYPE, WIDE,
-                    ),
-                )  # fmt: skip
-                logits = _band_logits(
-                    logits_ptr, stride_aw, stride_at, ti, start, end,
-                    LEFT, PAD, W, RENORMALIZE, BLOCK, TILES, GATHER, BLOCK_W, DTYPE, WIDE,
-                )  # fmt: skip
-                weights = _softmax(logits, TILES)
-                if seed_ptr is not None:
-                    kept = _kept(seed_ptr, bh * n_frames + ti, dropout_p, W, BLOCK)
+            weights = _softmax(
+                logits, t0, start, end,
+                LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
+            )  # fmt: skip
+            if seed_ptr is not None:
+                kept = _kept(seed_ptr, bh * n_frames + t0, dropout_p, W, BLOCK)
+                weights = _drop(weights, kept, SHIFT, W, BLOCK, RING)
+            for c in range(CHUNKS):
+                if CHUNKS == 1:
+                    tiles = values
+                else:
+                    tiles = _load_values(
+                        v_ptr, stride_vt, stride_vd, t0 - (LEFT + SHIFT), c * BLOCK_D, start, end,
+                        0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
+                    )  # fmt: skip
                 acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-                for j in tl.static_range(TILES):
-                    p = weights[j]
-                    if seed_ptr is not None:
-                        p = _drop(p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
-                    acc = tl.dot(p.to(DTYPE), window[j], acc, input_precision="ieee")
+                for j in tl.static_range(RING + 1):
+                    p = _band(weights, j, SHIFT, BLOCK, RING).to(DTYPE)
+                    acc = tl.dot(p, _here(tiles[j], PIN), acc, input_precision=PRECISION)
                 if seed_ptr is not None:
                     acc = acc / (1.0 - dropout_p)
                 _store_tile(
-                    out_ptr, acc, stride_ot, stride_od, ti, start, end, 0, n_frames,
-                    DH, BLOCK, BLOCK_D, WIDE,
+                    out_ptr, acc, stride_ot, stride_od, t0, c * BLOCK_D, start, end, n_frames,
+                    DH, BLOCK, BLOCK_D, VECTOR_V,
                 )  # fmt: skip
-                values = ()
-                for j in tl.static_range(1, TILES):
-                    values = values + (window[j],)
         else:
             zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-            for i in range(STEPS):
+            for c in range(CHUNKS):
                 _store_tile(
-                    out_ptr, zeros, stride_ot, stride_od, t0 + i * BLOCK, start, end, 0, n_frames,
-                    DH, BLOCK, BLOCK_D, WIDE,
+                    out_ptr, zeros, stride_ot, stride_od, t0, c * BLOCK_D, start, end, n_frames,
+                    DH, BLOCK, BLOCK_D, VECTOR_V,
                 )  # fmt: skip
 
     @triton.jit
@@ -392,153 +529,200 @@ if triton is not None:
         RENORMALIZE: tl.constexpr,
         BLOCK: tl.constexpr,
         STEPS: tl.constexpr,
-        TILES: tl.constexpr,
-        PAD: tl.constexpr,
+        RING: tl.constexpr,
+        SHIFT: tl.constexpr,
         BLOCK_D: tl.constexpr,
-        GATHER: tl.constexpr,
         BLOCK_W: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        VECTOR_A: tl.constexpr,
+        VECTOR_V: tl.constexpr,
         DTYPE: tl.constexpr,
-        WIDE: tl.constexpr,
+        PRECISION: tl.constexpr,
+        PIN: tl.constexpr,
     ):
         """grad_logits = a (da - sum_k a da), da[t, k] = g[t] . v[t - left + k]; grad_v = P^T g.
 
-        One program walks along one head of one sequence, STEPS + TILES - 1 blocks of BLOCK frames.
-        A block's weights give grad_logits, and add to the grad_v of the TILES tiles that its windows
-        lie in: a sum is carried for each tile until the last block that reads it. The program owns
-        the grad_logits of its first STEPS blocks and the STEPS tiles of grad_v that it sums in
-        full, so that nothing is added up in memory: no atomics. The weights are made anew from
-        their logits; nothing is saved by the forward pass.
+        One program walks along one head of one sequence, STEPS + RING blocks of BLOCK frames. A
+        block's weights give grad_logits, and add to the grad_v of the RING + 1 tiles that its
+        windows lie in: a sum is carried for each tile until the last block that reads it. The
+        program owns the grad_logits of its first STEPS blocks and the STEPS tiles of grad_v that it
+        sums in full, so that nothing is added up in memory: no atomics. The weights are made anew
+        from their logits; nothing is saved by the forward pass.
         """
         pid = tl.program_id(0).to(tl.int64)
         bh = pid // n_blocks
         b = bh // n_heads
         h = bh % n_heads
         s0 = ((pid % n_blocks) * (STEPS * BLOCK)).to(tl.int32)  # first frame of grad_v
-        t0 = s0 + PAD - (TILES - 1) * BLOCK
+        t0 = s0 + (LEFT + SHIFT - RING * BLOCK)
         start, end = _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames)
-        grad_ptr += b * stride_gb + h * stride_gh
-        logits_ptr += b * stride_ab + h * stride_ah
-        v_ptr += b * stride_vb + h * stride_vh
+        stride_gd = _align(stride_gd, VECTOR_V)
+        stride_aw = _align(stride_aw, VECTOR_A)
+        stride_vd = _align(stride_vd, VECTOR_V)
+        stride_daw = _align(stride_daw, VECTOR_A)
+        stride_dvd = _align(stride_dvd, VECTOR_V)
+        grad_ptr += _align(b * stride_gb + h * stride_gh, VECTOR_V)
+        logits_ptr += _align(b * stride_ab + h * stride_ah, VECTOR_A)
+        v_ptr += _align(b * stride_vb + h * stride_vh, VECTOR_V)
         if grad_logits_ptr is not None:
-            grad_logits_ptr += b * stride_dab + h * stride_dah
+            grad_logits_ptr += _align(b * stride_dab + h * stride_dah, VECTOR_A)
         if grad_v_ptr is not None:
-            grad_v_ptr += b * stride_dvb + h * stride_dvh
-        if (t0 < end) & (t0 + (STEPS + TILES - 1) * BLOCK > start):
-            values = ()
-            sums = ()
-            for j in tl.static_range(TILES - 1):
-                if grad_logits_ptr is not None:
-                    values = values + (
-                        _load_tile(
-                            v_ptr, stride_vt, stride_vd, t0 - PAD + j * BLOCK, start, end,
-                            DH, BLOCK, BLOCK_D, DTYPE, WIDE,
-                        ),
-                    )  # fmt: skip
-                sums = sums + (tl.zeros([BLOCK, BLOCK_D], tl.float32),)
-            for i in range(STEPS + TILES - 1):
+            grad_v_ptr += _align(b * stride_dvb + h * stride_dvh, VECTOR_V)
+        CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
+        if (t0 < end) & (t0 + (STEPS + RING) * BLOCK > start):
+            window = ()
+            bands = ()
+            grads = ()
+            for i in tl.static_range(STEPS + (RING if grad_v_ptr is not None else 0)):
                 ti = t0 + i * BLOCK
-                logits = _band_logits(
-                    logits_ptr, stride_aw, stride_at, ti, start, end,
-                    LEFT, PAD, W, RENORMALIZE, BLOCK, TILES, GATHER, BLOCK_W, DTYPE, WIDE,
+                logits = _load_logits(
+                    logits_ptr, stride_at, stride_aw, ti, start, end,
+                    LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
                 )  # fmt: skip
-                weights = _softmax(logits, TILES)
-                grad = _load_tile(
-                    grad_ptr, stride_gt, stride_gd, ti, start, end,
-                    DH, BLOCK, BLOCK_D, DTYPE, WIDE,
+                if CHUNKS == 1:
+                    grad = _load_tile(
+                        grad_ptr, stride_gt, stride_gd, ti, 0, start, end, 0.0,
+                        DH, BLOCK, BLOCK_D, VECTOR_V,
+                    ).to(DTYPE)  # fmt: skip
+                    if (grad_logits_ptr is not None) and (i < STEPS):
+                        values = _load_values(
+                            v_ptr, stride_vt, stride_vd, ti - (LEFT + SHIFT), 0, start, end,
+                            0 if i == 0 else RING, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
+                        )  # fmt: skip
+                    grad = _here(grad, PIN)
+                    grads = grads + (grad,)
+                weights = _softmax(
+                    logits, ti, start, end,
+                    LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
                 )  # fmt: skip
+                dropped = weights
                 if seed_ptr is not None:
                     kept = _kept(seed_ptr, bh * n_frames + ti, dropout_p, W, BLOCK)
-                if grad_v_ptr is not None:
-                    added = ()
-                    for j in tl.static_range(TILES):
-                        p = weights[j]
-                        if seed_ptr is not None:
-                            p = _drop(p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
-                        p = tl.trans(p.to(DTYPE))
-                        if j < TILES - 1:
-                            d_v = tl.dot(p, grad, sums[j], input_precision="ieee")
+                    dropped = _drop(weights, kept, SHIFT, W, BLOCK, RING)
+                if (grad_logits_ptr is not None) and (i < STEPS):
+                    if CHUNKS == 1:
+                        window = window[1:]
+                        for j in tl.static_range(len(values)):
+                            window = window + (_here(values[j], PIN),)
+                    d_band = ()
+                    for _ in tl.static_range(RING + 1):
+                        d_band = d_band + (tl.zeros([BLOCK, BLOCK], tl.float32),)
+                    for c in range(CHUNKS):
+                        if CHUNKS == 1:
+                            g = grad
+                            tiles = window
                         else:
-                            d_v = tl.dot(p, grad, input_precision="ieee")
-                        added = added + (d_v,)
-                    d_v = added[0]
+                            g = _load_tile(
+                                grad_ptr, stride_gt, stride_gd, ti, c * BLOCK_D, start, end, 0.0,
+                                DH, BLOCK, BLOCK_D, VECTOR_V,
+                            ).to(DTYPE)  # fmt: skip
+                            tiles = _load_values(
+                                v_ptr, stride_vt, stride_vd, ti - (LEFT + SHIFT), c * BLOCK_D,
+                                start, end, 0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
+                            )  # fmt: skip
+                        added = ()
+                        for j in tl.static_range(RING + 1):
+                            v_t = tl.trans(tiles[j])
+                            added = added + (tl.dot(g, v_t, d_band[j], input_precision=PRECISION),)
+                        d_band = added
+                    d_weights = (tl.where(_first(SHIFT, BLOCK), d_band[0], d_band[RING]),)
+                    for j in tl.static_range(1, RING):
+                        d_weights = d_weights + (d_band[j],)
                     if seed_ptr is not None:
-                        d_v = d_v / (1.0 - dropout_p)
-                    # Of tiles before s0, and of the last, the sums are a neighbour's to store.
-                    _store_tile(
-                        grad_v_ptr, d_v, stride_dvt, stride_dvd, ti - PAD, start, end,
-                        s0, n_frames, DH, BLOCK, BLOCK_D, WIDE,
+                        d_weights = _drop(d_weights, kept, SHIFT, W, BLOCK, RING)
+                    total = tl.zeros([BLOCK, 1], tl.float32)
+                    for j in tl.static_range(RING):
+                        total += tl.sum(weights[j] * d_weights[j], axis=1)[:, None]
+                    d_logits = ()
+                    for j in tl.static_range(RING):
+                        d_logit = weights[j] * (d_weights[j] - total)
+                        if seed_ptr is not None:
+                            d_logit = d_logit / (1.0 - dropout_p)
+                        d_logits = d_logits + (d_logit,)
+                    _store_logits(
+                        grad_logits_ptr, d_logits, stride_dat, stride_daw, ti, start, end, n_frames,
+                        SHIFT, W, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
                     )  # fmt: skip
-                    sums = ()
-                    for j in tl.static_range(1, TILES):
-                        sums = sums + (added[j],)
-                if grad_logits_ptr is not None:
-                    window = values + (
-                        _load_tile(
-                            v_ptr, stride_vt, stride_vd, ti - PAD + (TILES - 1) * BLOCK, start, end,
-                            DH, BLOCK, BLOCK_D, DTYPE, WIDE,
-                        ),
-                    )  # fmt: skip
-                    if i < STEPS:
-                        d_weights = ()
-                        total = tl.zeros([BLOCK, 1], tl.float32)
-                        for j in tl.static_range(TILES):
-                            d_p = tl.dot(grad, tl.trans(window[j]), input_precision="ieee")
+                if grad_v_ptr is not None:
+                    band = ()
+                    for j in tl.static_range(RING + 1):
+                        band = band + (tl.trans(_band(dropped, j, SHIFT, BLOCK, RING).to(DTYPE)),)
+                    bands = bands + (band,)
+                    if i >= RING:
+                        for c in range(CHUNKS):
+                            d_v = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+                            for j in tl.static_range(RING + 1):
+                                if CHUNKS == 1:
+                                    g = grads[i - j]
+                                else:
+                                    g = _load_tile(
+                                        grad_ptr, stride_gt, stride_gd, ti - j * BLOCK, c * BLOCK_D,
+                                        start, end, 0.0, DH, BLOCK, BLOCK_D, VECTOR_V,
+                                    ).to(DTYPE)  # fmt: skip
+                                d_v = tl.dot(bands[i - j][j], g, d_v, input_precision=PRECISION)
                             if seed_ptr is not None:
-                                d_p = _drop(d_p, kept, LEFT - PAD + j * BLOCK, W, BLOCK)
-                                d_p = d_p / (1.0 - dropout_p)
-                            total += tl.sum(weights[j] * d_p, axis=1)[:, None]
-                            d_weights = d_weights + (d_p,)
-                        d_logits = ()
-                        for j in tl.static_range(TILES):
-                            d_logits = d_logits + (weights[j] * (d_weights[j] - total),)
-                        _store_band(
-                            grad_logits_ptr, d_logits, stride_daw, stride_dat, ti, n_frames,
-                            LEFT - PAD, W, BLOCK, TILES, GATHER, BLOCK_W, WIDE,
-                        )  # fmt: skip
-                    values = ()
-                    for j in tl.static_range(1, TILES):
-                        values = values + (window[j],)
+                                d_v = d_v / (1.0 - dropout_p)
+                            _store_tile(
+                                grad_v_ptr, d_v, stride_dvt, stride_dvd, ti - (LEFT + SHIFT),
+                                c * BLOCK_D, start, end, n_frames, DH, BLOCK, BLOCK_D, VECTOR_V,
+                            )  # fmt: skip
         else:
             no_logits = ()
-            for _ in tl.static_range(TILES):
+            for _ in tl.static_range(RING):
                 no_logits = no_logits + (tl.zeros([BLOCK, BLOCK], tl.float32),)
             no_values = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-            for i in range(STEPS):
+            for i in tl.static_range(STEPS):
                 if grad_logits_ptr is not None:
-                    _store_band(
-                        grad_logits_ptr, no_logits, stride_daw, stride_dat, t0 + i * BLOCK,
-                        n_frames, LEFT - PAD, W, BLOCK, TILES, GATHER, BLOCK_W, WIDE,
+                    _store_logits(
+                        grad_logits_ptr, no_logits, stride_dat, stride_daw, t0 + i * BLOCK,
+                        start, end, n_frames,
+                        SHIFT, W, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
                     )  # fmt: skip
                 if grad_v_ptr is not None:
-                    _store_tile(
-                        grad_v_ptr, no_values, stride_dvt, stride_dvd, s0 + i * BLOCK, start, end,
-                        0, n_frames, DH, BLOCK, BLOCK_D, WIDE,
-                    )  # fmt: skip
+                    for c in range(CHUNKS):
+                        _store_tile(
+                            grad_v_ptr, no_values, stride_dvt, stride_dvd, s0 + i * BLOCK,
+                            c * BLOCK_D, start, end, n_frames, DH, BLOCK, BLOCK_D, VECTOR_V,
+                        )  # fmt: skip
 
 
 # Whether Triton's interpreter was on when the kernels were defined: they then run on the CPU.
 INTERPRETED = triton is not None and not isinstance(_ldsa_fwd_kernel, triton.runtime.JITFunction)
 
 
-def _tiles(window, head_dim, itemsize, backward):
-    """(BLOCK, STEPS, TILES, BLOCK_D, num_warps); the tests check every row on a GPU."""
-    block = 16 if window <= 33 else 32 if window <= 65 else 64
-    tiles = triton.cdiv(block - 1 + window, block)
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    warps = block // 16
+def _tiles(window, head_dim, itemsize, time_last, backward):
+    """(BLOCK, STEPS, BLOCK_D, num_warps, maxnreg); the tests check every row on a GPU.
+
+    A limit of registers keeps more programs on a multiprocessor, which pays up to a few spills.
+    """
+    half = itemsize == 2
+    most = (512 if window <= 16 else 256 if window <= 32 else 128) // itemsize
+    block_d = min(max(16, triton.next_power_of_2(head_dim)), most)
+    warps = max(1, block_d * itemsize // 128)  # of 16 frames
     if backward:
-        # The sums that are carried should take 64 registers of a thread at most.
-        warps = max(warps, (tiles - 1) * block * block_d // 2048)
-    return block, max(2, 128 // block), tiles, block_d, min(warps, 16)
+        if window <= 16:
+            steps = 2 if time_last else 4
+            maxnreg = 168 if warps == 1 and block_d > 32 else 128
+            return 16, steps, block_d, warps, maxnreg if half else None
+        if window <= 32:
+            return 16, 4, block_d, warps, None
+        return 64, 2 if 64 < window <= 128 else 1, block_d, 4 if window <= 64 else 8, None
+    if window <= 16:
+        if time_last:
+            return 32, 1, block_d, warps, None
+        return 16, 1, block_d, warps, 64 if half else None
+    if window <= 32:
+        return 32, 1, block_d, 2 * warps, 80 if half else None
+    return 64, 1, block_d, 4, 96 if half and window <= 64 else None
 
 
-def _pad(left, window, block, tiles):
-    """By how many frames a block's first tile of values begins before its first frame.
+def _shift(left, window, block, ring):
+    """How many frames before its first window a block's first tile of values begins.
 
-    At least left; where it fits a multiple of 8, so that tiles load as vectors where time is
+    Where it fits, tiles begin at a multiple of 8 frames, so that they load as vectors where time is
     innermost.
     """
-    return min(-(-left // 8) * 8, left + (tiles - 1) * block + 1 - window)
+    return min(-left % 8, ring * block + 1 - window)
 
 
 def empty_like(x):
@@ -548,33 +732,82 @@ def empty_like(x):
     return torch.empty_permuted(x.shape, memory_order(x), dtype=x.dtype, device=x.device)
 
 
-# Compiled kernels, with their grid and numbers, by everything that these depend on: a launch that was
-# made before skips Triton's dispatch, which takes longer than a small kernel runs.
+# Compiled kernels, with their grid and numbers, by everything that these depend on: a launch that
+# was made before skips Triton's dispatch, which takes longer than a small kernel runs.
 _launches = {}
 
 
-def _launch(kernel, tensors, dropout_p, key, arguments):
-    """Run `kernel` on its tensors.
+def _vector(tensors):
+    """How many frames of [B,H,C,T] tensors can be read at once: 8 or 1."""
+    for x in tensors:
+        if x is not None and (
+            x.stride(3) != 1 or x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:3])
+        ):
+            return 1
+    return 8
 
-    Args:
-        tensors: pointer arguments; the first is not None.
-        key: what grid, numbers and constants depend on, with the tensors' dtypes and device.
-        arguments: function that gives (grid, numbers, constants, num_warps).
-    """
-    device = tensors[0].device
+
+def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormalize, dropout_p):
+    """Run `kernel` on `tensors`, of which like_logits are [B,H,W,T] and like_v [B,H,Dh,T]."""
+    a_logits, v = like_logits[0], like_v[0]
+    device = v.device
     if device.type != "cpu" and device.index != torch.accelerator.current_device_index():
         with torch.accelerator.device_index(device.index):
-            return _launch(kernel, tensors, dropout_p, key, arguments)
+            return _launch(
+                kernel, tensors, like_logits, like_v, bounds, seed, left, renormalize, dropout_p
+            )
+    pointers = *tensors, *bounds, seed
     # Triton specialises on pointers that are multiples of 16 bytes; others take its own way.
-    aligned = not any([x is not None and x.data_ptr() % 16 for x in tensors])
-    key = kernel, device, key, tuple([None if x is None else x.dtype for x in tensors])
+    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in pointers)
+    key = (
+        kernel,
+        device,
+        v.shape,
+        a_logits.shape[2],
+        left,
+        renormalize,
+        tuple([None if x is None else (x.dtype, x.stride()) for x in pointers]),
+    )
     known = _launches.get(key) if aligned else None
     if known is not None:
         compiled, grid, rest = known
-        compiled[grid](*tensors, dropout_p, *rest)
+        compiled[grid](*pointers, dropout_p, *rest)
         return None
-    grid, numbers, constants, num_warps = arguments()
-    compiled = kernel[grid](*tensors, dropout_p, *numbers, *constants, num_warps=num_warps)
+    backward = kernel is _ldsa_bwd_kernel
+    batch, heads, head_dim, frames = v.shape
+    window = a_logits.shape[2]
+    time_last = a_logits.stride(3) == 1 and a_logits.stride(2) != 1
+    block, steps, block_d, num_warps, maxnreg = _tiles(
+        window, head_dim, v.element_size(), time_last, backward
+    )
+    ring = triton.cdiv(window, block)
+    shift = _shift(left, window, block, ring)
+    # The backward kernel's blocks begin before frame 0: see there.
+    blocks = triton.cdiv(frames + (ring * block - left - shift if backward else 0), block * steps)
+    grid = batch * heads * blocks, 1, 1
+    numbers = [heads, frames, blocks]
+    for x in tensors:
+        b, h, c, t = (0, 0, 0, 0) if x is None else x.stride()
+        # A stride of frames that follows from the model alone is a constant of the kernel.
+        numbers += [b, h, c, tl.constexpr(t) if t <= 4 * heads * max(window, head_dim) else t]
+    numbers += [0 if bound is None else bound.stride(0) for bound in bounds]
+    dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
+    if INTERPRETED:  # its bf16 arithmetic is wrong; fp32 stands in for the tensor cores'
+        dtype = tl.float32
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    # Three products of TF32 have the error of one of fp32; the tensor cores have no other.
+    tf32 = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+    constants = (
+        left, window, head_dim, renormalize, block, *((steps,) if backward else ()), ring, shift,
+        block_d,
+        max(16, triton.next_power_of_2(window + 1)),  # one slot of padding: see _softmax
+        time_last, _vector(like_logits), _vector(like_v), dtype, "tf32x3" if tf32 else "ieee",
+        nvidia,
+    )  # fmt: skip
+    options = {"num_warps": num_warps}
+    if nvidia and maxnreg is not None:
+        options["maxnreg"] = maxnreg
+    compiled = kernel[grid](*pointers, dropout_p, *numbers, *constants, **options)
     if aligned and not INTERPRETED:
         if len(_launches) >= 4096:
             _launches.clear()
@@ -582,55 +815,15 @@ def _launch(kernel, tensors, dropout_p, key, arguments):
     return None
 
 
-def _arguments(x_strides, bounds, a_logits, v, left, renormalize, backward):
-    """(grid, numbers, constants, num_warps) of a launch; x_strides are the tensors' strides."""
-    batch, heads, head_dim, frames = v.shape
-    window = a_logits.shape[2]
-    block, steps, tiles, block_d, num_warps = _tiles(window, head_dim, v.element_size(), backward)
-    pad = _pad(left, window, block, tiles)
-    # The backward kernel's blocks begin before frame 0: see there.
-    blocks = triton.cdiv(frames + ((tiles - 1) * block - pad if backward else 0), block * steps)
-    dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
-    if INTERPRETED:  # its bf16 arithmetic is wrong; fp32 stands in for the tensor cores'
-        dtype = tl.float32
-    # Offsets inside a tile are 32-bit unless one can pass 2^31 elements.
-    wide = any(s[3] * block + s[2] * max(block_d, window) >= 2**31 for s in x_strides)
-    numbers = [heads, frames, blocks]
-    for strides in x_strides:
-        numbers += strides
-    numbers += [0 if bound is None else bound.stride(0) for bound in bounds]
-    # The frames of a slot side by side in memory are read side by side.
-    gather = a_logits.stride(3) == 1 and a_logits.stride(2) != 1
-    block_w = max(16, triton.next_power_of_2(window + 1))  # one slot of padding: see _band_logits
-    constants = (
-        left, window, head_dim, renormalize, block, steps, tiles, pad, block_d, gather, block_w,
-        dtype, wide,
-    )  # fmt: skip
-    return (batch * heads * blocks, 1, 1), numbers, constants, num_warps
-
-
 def launch_forward(a_logits, v, lengths, starts, seed, left, renormalize, dropout_p):
     """Allocate out [B,H,Dh,T] and run the forward kernel; arguments are checked by the caller."""
     out = empty_like(v)
     if out.numel() == 0:
         return out
-    bounds = starts, lengths
-    strides = a_logits.stride(), v.stride(), out.stride()
-    key = (
-        v.shape,
-        strides,
-        a_logits.shape[2],
-        left,
-        renormalize,
-        tuple([None if x is None else x.stride(0) for x in bounds]),
-    )
     _launch(
-        _ldsa_fwd_kernel,
-        (a_logits, v, out, starts, lengths, seed),
-        dropout_p,
-        key,
-        lambda: _arguments(strides, bounds, a_logits, v, left, renormalize, backward=False),
-    )
+        _ldsa_fwd_kernel, (a_logits, v, out), (a_logits,), (v, out),
+        (starts, lengths), seed, left, renormalize, dropout_p,
+    )  # fmt: skip
     return out
 
 
@@ -642,28 +835,8 @@ def launch_backward(
     grad_v = empty_like(v) if need_v else None
     if v.numel() == 0:
         return grad_logits, grad_v
-    bounds = starts, lengths
-    none = (0, 0, 0, 0)
-    strides = (
-        grad.stride(),
-        a_logits.stride(),
-        v.stride(),
-        grad_logits.stride() if need_logits else none,
-        grad_v.stride() if need_v else none,
-    )
-    key = (
-        v.shape,
-        strides,
-        a_logits.shape[2],
-        left,
-        renormalize,
-        tuple([None if x is None else x.stride(0) for x in bounds]),
-    )
     _launch(
-        _ldsa_bwd_kernel,
-        (grad, a_logits, v, grad_logits, grad_v, starts, lengths, seed),
-        dropout_p,
-        key,
-        lambda: _arguments(strides, bounds, a_logits, v, left, renormalize, backward=True),
-    )
+        _ldsa_bwd_kernel, (grad, a_logits, v, grad_logits, grad_v), (a_logits, grad_logits),
+        (v, grad, grad_v), (starts, lengths), seed, left, renormalize, dropout_p,
+    )  # fmt: skip
     return grad_logits, grad_v
