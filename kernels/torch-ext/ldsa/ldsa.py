@@ -38,7 +38,7 @@ if triton is not None:
 
     @triton.jit
     def _inside(t, start, end):
-        """Whether start <= t < end, as one comparison: a negative number is a large unsigned one."""
+        """Whether start <= t < end, as one comparison: a negative number is a large unsigned."""
         return (t - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32, bitcast=True)
 
     @triton.jit
