@@ -42,9 +42,9 @@ if triton is not None:
         return (t - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32, bitcast=True)
 
     @triton.jit
-    def _align(stride, VECTOR: tl.constexpr):
-        """`stride`, which is a multiple of VECTOR, in a form that shows it to the compiler."""
-        return stride // VECTOR * VECTOR
+    def _align(stride, ALIGN: tl.constexpr):
+        """`stride`, which is a multiple of ALIGN, in a form that shows it to the compiler."""
+        return stride // ALIGN * ALIGN
 
     @triton.jit
     def _tile(ptr, stride_t, stride_c, t0, c0, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
@@ -419,6 +419,8 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         BLOCK_W: tl.constexpr,
         TIME_LAST: tl.constexpr,
+        ALIGN_A: tl.constexpr,
+        ALIGN_V: tl.constexpr,
         VECTOR_A: tl.constexpr,
         VECTOR_V: tl.constexpr,
         DTYPE: tl.constexpr,
@@ -440,20 +442,20 @@ if triton is not None:
         stride_aw = _align(stride_aw, VECTOR_A)
         stride_vd = _align(stride_vd, VECTOR_V)
         stride_od = _align(stride_od, VECTOR_V)
-        logits_ptr += _align(b * stride_ab + h * stride_ah, VECTOR_A)
-        v_ptr += _align(b * stride_vb + h * stride_vh, VECTOR_V)
-        out_ptr += _align(b * stride_ob + h * stride_oh, VECTOR_V)
+        logits_ptr += _align(b * stride_ab + h * stride_ah, ALIGN_A)
+        v_ptr += _align(b * stride_vb + h * stride_vh, ALIGN_V)
+        out_ptr += _align(b * stride_ob + h * stride_oh, ALIGN_V)
         CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
         if (t0 < end) & (t0 + BLOCK > start):
-            logits = _load_logits(
-                logits_ptr, stride_at, stride_aw, t0, start, end,
-                LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
-            )  # fmt: skip
-            if CHUNKS == 1:  # before the softmax, which has no other load to wait for
+            if CHUNKS == 1:
                 values = _load_values(
                     v_ptr, stride_vt, stride_vd, t0 - (LEFT + SHIFT), 0, start, end,
                     0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
                 )  # fmt: skip
+            logits = _load_logits(
+                logits_ptr, stride_at, stride_aw, t0, start, end,
+                LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
+            )  # fmt: skip
             weights = _softmax(
                 logits, t0, start, end,
                 LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
@@ -534,6 +536,8 @@ if triton is not None:
         BLOCK_D: tl.constexpr,
         BLOCK_W: tl.constexpr,
         TIME_LAST: tl.constexpr,
+        ALIGN_A: tl.constexpr,
+        ALIGN_V: tl.constexpr,
         VECTOR_A: tl.constexpr,
         VECTOR_V: tl.constexpr,
         DTYPE: tl.constexpr,
@@ -561,13 +565,13 @@ if triton is not None:
         stride_vd = _align(stride_vd, VECTOR_V)
         stride_daw = _align(stride_daw, VECTOR_A)
         stride_dvd = _align(stride_dvd, VECTOR_V)
-        grad_ptr += _align(b * stride_gb + h * stride_gh, VECTOR_V)
-        logits_ptr += _align(b * stride_ab + h * stride_ah, VECTOR_A)
-        v_ptr += _align(b * stride_vb + h * stride_vh, VECTOR_V)
+        grad_ptr += _align(b * stride_gb + h * stride_gh, ALIGN_V)
+        logits_ptr += _align(b * stride_ab + h * stride_ah, ALIGN_A)
+        v_ptr += _align(b * stride_vb + h * stride_vh, ALIGN_V)
         if grad_logits_ptr is not None:
-            grad_logits_ptr += _align(b * stride_dab + h * stride_dah, VECTOR_A)
+            grad_logits_ptr += _align(b * stride_dab + h * stride_dah, ALIGN_A)
         if grad_v_ptr is not None:
-            grad_v_ptr += _align(b * stride_dvb + h * stride_dvh, VECTOR_V)
+            grad_v_ptr += _align(b * stride_dvb + h * stride_dvh, ALIGN_V)
         CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
         if (t0 < end) & (t0 + (STEPS + RING) * BLOCK > start):
             window = ()
@@ -697,11 +701,13 @@ def _tiles(window, head_dim, itemsize, time_last, backward):
     """
     half = itemsize == 2
     most = (512 if window <= 16 else 256 if window <= 32 else 128) // itemsize
+    if backward and not half:
+        most = 32
     block_d = min(max(16, triton.next_power_of_2(head_dim)), most)
     warps = max(1, block_d * itemsize // 128)  # of 16 frames
     if backward:
         if window <= 16:
-            steps = 2 if time_last else 4
+            steps = 2 if time_last else 4 if warps == 1 else 8
             maxnreg = 168 if warps == 1 and block_d > 32 else 128
             return 16, steps, block_d, warps, maxnreg if half else None
         if window <= 32:
@@ -713,7 +719,7 @@ def _tiles(window, head_dim, itemsize, time_last, backward):
         return 16, 1, block_d, warps, 64 if half else None
     if window <= 32:
         return 32, 1, block_d, 2 * warps, 80 if half else None
-    return 64, 1, block_d, 4, 96 if half and window <= 64 else None
+    return 64, 1, block_d, 4, (96 if window <= 64 else 168) if half else None
 
 
 def _shift(left, window, block, ring):
@@ -737,14 +743,22 @@ def empty_like(x):
 _launches = {}
 
 
-def _vector(tensors):
-    """How many frames of [B,H,C,T] tensors can be read at once: 8 or 1."""
+def _alignment(tensors):
+    """(ALIGN, VECTOR) of [B,H,C,T] tensors, some of them None, that are laid out alike.
+
+    ALIGN divides the place of every row, which is what lies side by side: channels or frames.
+    VECTOR is ALIGN where these are frames, else 1.
+    """
+    vector = 8
     for x in tensors:
-        if x is not None and (
-            x.stride(3) != 1 or x.data_ptr() % 16 or any(s % 8 for s in x.stride()[:3])
-        ):
-            return 1
-    return 8
+        if x is not None:
+            b, h, c, t = x.stride()
+            inner, outer = (t, c) if t == 1 and c != 1 else (c, t)
+            if inner != 1 or x.data_ptr() % 16 or b % 8 or h % 8 or outer % 8:
+                return 1, 1
+            if c == 1:
+                vector = 1
+    return 8, vector
 
 
 def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormalize, dropout_p):
@@ -794,6 +808,8 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
     dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
     if INTERPRETED:  # its bf16 arithmetic is wrong; fp32 stands in for the tensor cores'
         dtype = tl.float32
+    align_a, vector_a = _alignment(like_logits)
+    align_v, vector_v = _alignment(like_v)
     nvidia = device.type == "cuda" and torch.version.hip is None
     # Three products of TF32 have the error of one of fp32; the tensor cores have no other.
     tf32 = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
@@ -801,7 +817,7 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
         left, window, head_dim, renormalize, block, *((steps,) if backward else ()), ring, shift,
         block_d,
         max(16, triton.next_power_of_2(window + 1)),  # one slot of padding: see _softmax
-        time_last, _vector(like_logits), _vector(like_v), dtype, "tf32x3" if tf32 else "ieee",
+        time_last, align_a, align_v, vector_a, vector_v, dtype, "tf32x3" if tf32 else "ieee",
         nvidia,
     )  # fmt: skip
     options = {"num_warps": num_warps}
