@@ -361,7 +361,7 @@ def test_equal_runs_give_equal_bits(implementation):
 
 
 def test_only_the_gradients_that_are_required(implementation):
-    """Each alone equals itself among both, and nothing is computed for the other."""
+    """Each alone is itself among both, to rounding, and nothing is computed for the other."""
     a_logits, v, grad = random(2, 2, 6, 21), random(2, 2, 8, 21, seed=1), random(2, 2, 8, 21)
     both = run(a_logits, v, grad, 3, 2, implementation=implementation)[1:]
     for wanted, expected in enumerate(both):
@@ -370,7 +370,7 @@ def test_only_the_gradients_that_are_required(implementation):
         out = ldsa_local_attention(*inputs, 3, 2, implementation=implementation)
         with Recorder() as recorder:
             out.backward(grad)
-        assert torch.equal(inputs[wanted].grad, expected)
+        torch.testing.assert_close(inputs[wanted].grad, expected, atol=1e-6, rtol=1e-6)
         assert inputs[1 - wanted].grad is None
         if implementation == "triton":
             (results,) = (

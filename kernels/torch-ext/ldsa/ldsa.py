@@ -22,6 +22,21 @@ MAX_HEAD_DIM = 256
 
 
 if triton is not None:
+    # What depends on the batch and the number of frames must not make another variant of a kernel:
+    # Triton compiles one for a number that is 1, and one for a multiple of 16.
+    _any_size = triton.jit(
+        do_not_specialize=[
+            "n_heads",
+            "n_frames",
+            "n_blocks",
+            *(f"stride_{x}{dim}" for x in ("a", "v", "o", "g", "da", "dv") for dim in "bh"),
+            "stride_starts",
+            "stride_lengths",
+        ],
+        do_not_specialize_on_alignment=[
+            "stride_aw", "stride_vd", "stride_od", "stride_gd", "stride_daw", "stride_dvd"
+        ],
+    )  # fmt: skip
 
     @triton.jit
     def _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames):
@@ -383,7 +398,7 @@ if triton is not None:
                     mask=slot.to(tl.uint32, bitcast=True) < bound,
                 )
 
-    @triton.jit
+    @_any_size
     def _ldsa_fwd_kernel(
         logits_ptr,
         v_ptr,
@@ -489,7 +504,7 @@ if triton is not None:
                     DH, BLOCK, BLOCK_D, VECTOR_V,
                 )  # fmt: skip
 
-    @triton.jit
+    @_any_size
     def _ldsa_bwd_kernel(
         grad_ptr,
         logits_ptr,
@@ -719,7 +734,8 @@ def _tiles(window, head_dim, itemsize, time_last, backward):
         return 16, 1, block_d, warps, 64 if half else None
     if window <= 32:
         return 32, 1, block_d, 2 * warps, 80 if half else None
-    return 64, 1, block_d, 4, (96 if window <= 64 else 168) if half else None
+    maxnreg = 96 if window <= 64 else 168 if window <= 128 else None
+    return 64, 1, block_d, 4, maxnreg if half else None
 
 
 def _shift(left, window, block, ring):
@@ -790,7 +806,9 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
     backward = kernel is _ldsa_bwd_kernel
     batch, heads, head_dim, frames = v.shape
     window = a_logits.shape[2]
-    time_last = a_logits.stride(3) == 1 and a_logits.stride(2) != 1
+    # Where the frames of a slot lie side by side, they are read side by side and then moved, which
+    # costs too much in wide windows.
+    time_last = a_logits.stride(3) == 1 and a_logits.stride(2) != 1 and window <= 32
     block, steps, block_d, num_warps, maxnreg = _tiles(
         window, head_dim, v.element_size(), time_last, backward
     )
@@ -820,7 +838,8 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
         time_last, align_a, align_v, vector_a, vector_v, dtype, "tf32x3" if tf32 else "ieee",
         nvidia,
     )  # fmt: skip
-    options = {"num_warps": num_warps}
+    # Wide tiles leave no shared memory for loads ahead of a loop over channels.
+    options = {"num_warps": num_warps, "num_stages": 3 if window <= 32 else 1}
     if nvidia and maxnreg is not None:
         options["maxnreg"] = maxnreg
     compiled = kernel[grid](*pointers, dropout_p, *numbers, *constants, **options)
