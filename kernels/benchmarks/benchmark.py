@@ -3,10 +3,10 @@
     python kernels/benchmarks/benchmark.py --help    # against the memory roof and its targets
     python kernels/layout.py && kernels benchmark ./kernels
 
-The second is what the `kernels` library runs of a kernel repository, on a GPU or a CPU, with what
-`pip install 'kernels[benchmark]'` brings. It loads this file without the rest of the checkout, so
-that the first form is a module of its own. Its times are wall times of whole calls, its reference
-is eager PyTorch.
+The second is what the `kernels` library runs of a kernel repository, on a GPU (on a CPU where torch
+is built for CPUs alone), with what `pip install 'kernels[benchmark]'` brings. It takes this file
+without the rest of the checkout, so that the first form is a module of its own. Its times are wall
+times of whole calls, its reference is eager PyTorch.
 """
 
 import torch
