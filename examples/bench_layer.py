@@ -204,9 +204,10 @@ def picture(text: str) -> Path:
     """An argument that names an image to write."""
     if Path(text).suffix not in (".png", ".pdf", ".svg"):
         raise argparse.ArgumentTypeError(f"expected a name in .png, .pdf or .svg, got {text}")
+    path = writable(text)
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("matplotlib is not installed")
-    return writable(text)
+    return path
 
 
 def usable(text: str) -> str:
