@@ -147,20 +147,30 @@ def table() -> str:
     return "\n".join([*lines, "", f"Measured with {', '.join(releases)}.", ""])
 
 
-def main() -> None:
+def around(path: Path) -> tuple[str, str]:
+    """What a file holds before and after its table, the marks included."""
+    before, first, rest = path.read_text(encoding="utf-8").partition(MARKS[0])
+    _, last, after = rest.partition(MARKS[1])
+    if not (first and last):
+        raise ValueError(f"{path} lacks the lines {' and '.join(map(str.strip, MARKS))}")
+    return before + first, last + after
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Print the table; write it where asked."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into FILE")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
+    if args.write:
+        try:
+            around(args.write)
+        except (OSError, ValueError) as error:
+            parser.error(f"argument --write: {error}")
     text = table()
     print(text)
     if args.write:
-        old = args.write.read_text(encoding="utf-8")
-        before, first, rest = old.partition(MARKS[0])
-        _, last, after = rest.partition(MARKS[1])
-        if not (first and last):
-            raise SystemExit(f"{args.write} lacks the lines {' and '.join(map(str.strip, MARKS))}")
-        args.write.write_text(f"{before}{first}{text}{last}{after}", encoding="utf-8")
+        before, after = around(args.write)  # as it is by now
+        args.write.write_text(f"{before}{text}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

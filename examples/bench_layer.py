@@ -3,31 +3,38 @@
     python examples/bench_layer.py [--device cpu|cuda] [--json FILE] [--plot FILE]
 
 For each length T: milliseconds of forward (no_grad) and of forward with backward, median of rounds
-that take the peers in turn, and the peak of memory that a training step adds. Peers:
+that take the peers in turn, and the peak of memory that a call adds. Peers:
 
 - ldsa: LocalDenseSynthesizerAttention, window of 15 frames;
-- gemms: its four projections and the ReLU alone, which the layer cannot be faster than;
+- gemms: its four projections and the ReLU alone, as separate calls;
 - mhsa: torch.nn.MultiheadAttention without weights (scaled_dot_product_attention inside);
 - compiled: the layer with implementation="eager" under torch.compile.
 
 On a GPU bfloat16, 32 sequences, width 512, 8 heads, timed by triton.testing.do_bench with the L2
-cache flushed; on a CPU float32, float64 and bfloat16, 8 sequences, width 256, 4 heads.
+cache flushed, mhsa in its flash form or not at all; on a CPU float32, float64 and bfloat16, 8
+sequences, width 256, 4 heads. The second table holds what the layer takes relative to its peers:
+time, memory of a training step, and the memory above that of gemms in units of the value tensor.
 """
 
 import argparse
+import importlib.util
 import json
+import os
 import statistics
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch._functorch.config
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from ldsa_nn import LocalDenseSynthesizerAttention
 
-ROUNDS = 7
+ROUNDS = {"cpu": 7, "cuda": 3}  # do_bench takes the median of many calls itself
+PEERS = ("ldsa", "gemms", "mhsa", "compiled")
 
 
 class Gemms(nn.Module):
@@ -51,11 +58,15 @@ class Mhsa(nn.MultiheadAttention):
         return super().forward(x, x, x, need_weights=False)[0]
 
 
-def step(module: nn.Module, x: Tensor) -> None:
-    """Forward and backward; every output gets a gradient of ones."""
+def outputs(module: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+    """What a module computes of x, as a tuple."""
     out = module(x)
-    outs = out if isinstance(out, tuple) else (out,)
-    torch.autograd.backward(outs, [torch.ones_like(y) for y in outs])
+    return out if isinstance(out, tuple) else (out,)
+
+
+def step(module: nn.Module, x: Tensor, grads: list[Tensor]) -> None:
+    """Forward and backward, to the input and every parameter; nothing is accumulated."""
+    torch.autograd.grad(outputs(module, x), (x, *module.parameters()), grads)
 
 
 def milliseconds(run, device: str) -> float:
@@ -98,32 +109,25 @@ def measure(batch: int, frames: int, width: int, n_head: int, dtype: torch.dtype
     kind = dict(device=device, dtype=dtype)
     ldsa = LocalDenseSynthesizerAttention(n_head, width, **kind)
     eager = LocalDenseSynthesizerAttention(n_head, width, implementation="eager", **kind)
-    peers = {
-        "ldsa": ldsa,
-        "gemms": Gemms(ldsa),
-        "mhsa": Mhsa(width, n_head, batch_first=True, **kind),
-        "compiled": torch.compile(eager, dynamic=False),
-    }
+    mhsa = Mhsa(width, n_head, bias=False, batch_first=True, **kind)
+    modules = ldsa, Gemms(ldsa), mhsa, torch.compile(eager, dynamic=False)
     x = torch.randn(batch, frames, width, **kind)
     leaf = x.clone().requires_grad_()
-    times = {name: {"forward": [], "step": []} for name in peers}
-    result = {}
-    for name, module in peers.items():
+    result, calls = {}, {}
+    for name, module in zip(PEERS, modules, strict=True):
         with torch.no_grad():
-            forward = peak_mib(partial(module, x), device)
-        leaf.grad = None
-        module.zero_grad()
-        result[name] = {
-            "forward_mib": forward,
-            "step_mib": peak_mib(partial(step, module, leaf), device),
-        }
-    for _ in range(ROUNDS):
-        for name, module in peers.items():
+            grads = [torch.randn_like(y) for y in outputs(module, x)]
+            calls[name] = partial(module, x), partial(step, module, leaf, grads)
+            result[name] = {"forward_mib": peak_mib(calls[name][0], device)}
+        result[name]["step_mib"] = peak_mib(calls[name][1], device)
+    times = {name: ([], []) for name in PEERS}
+    for _ in range(ROUNDS[device]):
+        for name, (forward, both) in calls.items():
             with torch.no_grad():
-                times[name]["forward"].append(milliseconds(partial(module, x), device))
-            times[name]["step"].append(milliseconds(partial(step, module, leaf), device))
+                times[name][0].append(milliseconds(forward, device))
+            times[name][1].append(milliseconds(both, device))
     for name, kinds in times.items():
-        result[name].update({k: statistics.median(v) for k, v in kinds.items()})
+        result[name]["forward"], result[name]["step"] = map(statistics.median, kinds)
     return result
 
 
@@ -148,54 +152,115 @@ def plot(path: Path, rows: list[dict]) -> None:
     figure.savefig(path, dpi=120)
 
 
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (columns, ["---"] * len(columns), *rows))
+
+
+def pair(x: float, y: float) -> str:
+    """Two numbers, forward and forward with backward."""
+    return " / ".join(f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in (x, y))
+
+
+def tables(rows: list[dict], value_mib: list[float]) -> str:
+    """Times and memory, then ratios; value_mib: the size of each row's value tensor."""
+    sizes = [[str(row["frames"]), row["dtype"]] for row in rows]
+    figures, ratios = [], []
+    for size, row, unit in zip(sizes, rows, value_mib, strict=True):
+        ldsa, *others = (row[name] for name in PEERS)
+        figures.append(
+            size
+            + [pair(row[name]["forward"], row[name]["step"]) for name in PEERS]
+            + [", ".join(f"{row[name]['step_mib']:.0f}" for name in PEERS)]
+        )
+        above = ((ldsa[key] - others[0][key]) / unit for key in ("forward_mib", "step_mib"))
+        ratios.append(
+            size
+            + [pair(*(ldsa[key] / peer[key] for key in ("forward", "step"))) for peer in others]
+            + [pair(*(ldsa["step_mib"] / peer["step_mib"] for peer in others[1:])), pair(*above)]
+        )
+    first = table(["T", "dtype", *PEERS, f"training MiB: {', '.join(PEERS)}"], figures)
+    columns = [f"ldsa : {name}" for name in PEERS[1:]]
+    memory = ["training memory : mhsa / : compiled", "memory above gemms, value tensors"]
+    return first + "\n\n" + table(["T", "dtype", *columns, *memory], ratios)
+
+
+def positive(text: str) -> int:
+    """An argument that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text}")
+    return int(text)
+
+
+def writable(text: str) -> Path:
+    """An argument that names a file to write."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write to {text}")
+    return path
+
+
+def picture(text: str) -> Path:
+    """An argument that names an image to write."""
+    if Path(text).suffix not in (".png", ".pdf", ".svg"):
+        raise argparse.ArgumentTypeError(f"expected a name in .png, .pdf or .svg, got {text}")
+    path = writable(text)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("matplotlib is not installed")
+    return path
+
+
+def usable(text: str) -> str:
+    """An argument that names a device; what it is not, argparse's choices say."""
+    if text == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("PyTorch finds no GPU here")
+    if text == "cuda" and importlib.util.find_spec("triton") is None:
+        raise argparse.ArgumentTypeError("Triton is not installed")
+    return text
+
+
 def main(arguments: list[str] | None = None) -> None:
-    """Measure, print a table, save what is asked for."""
+    """Measure, print the tables, save what is asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable, choices=("cpu", "cuda"), default=device)
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+        "--frames",
+        type=positive,
+        nargs="+",
+        help="lengths T (default: 250 and 1000 on a CPU, 128 to 3000 on a GPU)",
     )
-    parser.add_argument("--frames", type=int, nargs="+", help="lengths T (default: 250 to 3000)")
-    parser.add_argument("--json", type=Path, help="also write all numbers to this file")
-    parser.add_argument("--plot", type=Path, help="also plot time and memory against T (PNG, PDF)")
+    parser.add_argument("--json", type=writable, help="also write all numbers to this file")
+    parser.add_argument("--plot", type=picture, help="also plot time and memory against T")
     args = parser.parse_args(arguments)
     # A compiled step is run several times over the same graph.
     torch._functorch.config.donated_buffer = False
     if args.device == "cuda":
         batch, width, n_head, dtypes = 32, 512, 8, (torch.bfloat16,)
-        lengths = args.frames or [256, 512, 1024, 2048, 3000]
+        lengths = args.frames or [128, 256, 512, 1024, 2048, 3000]
         where = torch.cuda.get_device_name()
+        attention = partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)  # raises where it cannot run
     else:
         batch, width, n_head = 8, 256, 4
         dtypes = (torch.float32, torch.float64, torch.bfloat16)
         lengths = args.frames or [250, 1000]
         where = f"CPU, {torch.get_num_threads()} threads"
+        attention = nullcontext
     sizes = [(frames, dtype) for dtype in dtypes for frames in lengths]
     rows = []
     for frames, dtype in tqdm(sizes, desc="sizes", disable=None):
         torch._dynamo.reset()
-        row = measure(batch, frames, width, n_head, dtype, args.device)
+        with attention():
+            row = measure(batch, frames, width, n_head, dtype, args.device)
         rows.append({"frames": frames, "dtype": str(dtype).removeprefix("torch."), **row})
     print(
         f"{where}, torch {torch.__version__}; {batch} sequences, width {width}, {n_head} heads, "
         "window 15; ms, forward / forward + backward"
     )
-    print(
-        "| T | dtype | ldsa | gemms | ldsa : gemms | mhsa | compiled "
-        "| training MiB: ldsa, gemms, mhsa, compiled |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
-    for row in rows:
-        cells = [f"{row[p]['forward']:.3g} / {row[p]['step']:.3g}" for p in ("ldsa", "gemms")]
-        cells.append(
-            " / ".join(f"{row['ldsa'][k] / row['gemms'][k]:.2f}" for k in ("forward", "step"))
-        )
-        cells += [f"{row[p]['forward']:.3g} / {row[p]['step']:.3g}" for p in ("mhsa", "compiled")]
-        cells.append(
-            ", ".join(f"{row[p]['step_mib']:.0f}" for p in ("ldsa", "gemms", "mhsa", "compiled"))
-        )
-        print(f"| {row['frames']} | {row['dtype']} | " + " | ".join(cells) + " |")
+    values = [batch * frames * width * dtype.itemsize / 2**20 for frames, dtype in sizes]
+    print(tables(rows, values))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
     if args.plot:

@@ -22,9 +22,9 @@ import json
 import statistics
 import time
 from collections import defaultdict
-from pathlib import Path
 
 import torch
+from bench_layer import positive, usable, writable
 from torch import Tensor
 from tqdm import tqdm
 
@@ -176,14 +176,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
-    )
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default 1)")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 256], help="streams")
-    parser.add_argument("--rounds", type=int, default=7, help="of all rows")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=usable, choices=("cpu", "cuda"), default=device)
+    parser.add_argument("--threads", type=positive, default=1, help="of a CPU (default 1)")
+    parser.add_argument("--batch", type=positive, nargs="+", default=[1, 16, 256], help="streams")
+    parser.add_argument("--rounds", type=positive, default=7, help="of all rows")
     parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile")
-    parser.add_argument("--json", type=Path, help="also write all numbers to this file")
+    parser.add_argument("--json", type=writable, help="also write all numbers to this file")
     args = parser.parse_args(arguments)
     cuda = args.device == "cuda"
     torch.set_num_threads(args.threads)

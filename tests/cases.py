@@ -198,18 +198,22 @@ SMALL = [
 
 
 def _large():
-    """One case for each pair of block widths (of window and head) and size of element.
+    """One case for each pair of tile sizes (of window and head) and size of element.
 
     The rest of what a case has goes round in steps of its own.
     """
+    time_last = ["time_last", "mixed"]  # the logits: what the choice of tiles looks at
+    others = ["channel_last", "strided", "head_major", "channel_last", "batch_second"]
+    every = ["channel_last", "time_last", "channel_last", "strided", "time_last", "mixed"]
     windows = [
-        cycle(pairs)
-        for pairs in (
-            [(14, 0), (7, 7), (0, 0), (0, 5)],
-            [(15, 15), (30, 0), (17, 2)],
-            [(31, 31), (62, 0), (3, 40)],
-            [(63, 63), (126, 0)],
-            [(127, 127), (254, 0)],
+        (cycle(pairs), cycle(layouts))
+        for pairs, layouts in (
+            ([(14, 0), (7, 7), (0, 0), (0, 5), (15, 0)], others),
+            ([(14, 0), (7, 7), (9, 2), (0, 5), (0, 0)], time_last),
+            ([(15, 15), (30, 0), (17, 2), (31, 0), (16, 0)], every),
+            ([(31, 31), (62, 0), (3, 40), (32, 31), (32, 0)], every),
+            ([(63, 63), (126, 0), (64, 63), (64, 0)], every),
+            ([(127, 127), (254, 0), (128, 0)], every),
         )
     ]
     heads = [
@@ -217,13 +221,10 @@ def _large():
         for dims in ([8, 16, 1, 5], [32, 25], [64, 40, 36], [128, 96, 80, 72], [256, 129, 200])
     ]
     narrow = cycle([torch.bfloat16, torch.float16])
-    layouts = cycle(
-        ["channel_last", "time_last", "channel_last", "strided", "time_last", "mixed", "head_major"]
-    )
     edges = cycle(["zero", "renormalize"])
     frames = cycle([130, 1000, None, 63, 130, -1, 1000, 257, 1])  # None: W, -1: W - 1
     ragged = cycle([False, True, False])
-    for window in windows:
+    for window, layouts in windows:
         for head in heads:
             for dtype in (torch.float32, next(narrow)):
                 left, right = next(window)
@@ -240,15 +241,56 @@ def _large():
 
 LARGE = list(_large())
 
-# What speech encoders ask of the op: 8 heads of 64, bf16.
-BENCHMARK = [
-    Case(f"{B}x{T}-W{left + 1 + right}-{layout}", B, 8, T, 64, left, right, torch.bfloat16, layout)
-    for layout in ("channel_last", "time_last")
-    for B, T, left, right in (
-        (16, 256, 14, 0),
-        (32, 1024, 14, 0),
-        (32, 3000, 14, 0),
-        (32, 1000, 31, 31),
-        (32, 1000, 63, 63),
-    )
-]
+
+def _sized(
+    batch,
+    frames,
+    left=14,
+    right=0,
+    dtype=torch.bfloat16,
+    layout="channel_last",
+    *,
+    heads=8,
+    head_dim=64,
+):
+    kind = next(name for name, value in FLOATS.items() if value == dtype)
+    name = f"{batch}x{frames}-H{heads}x{head_dim}-{left}+1+{right}-{kind}-{layout}"
+    return Case(name, batch, heads, frames, head_dim, left, right, dtype, layout)
+
+
+_HALVES = (torch.bfloat16, torch.float16)
+# What speech encoders ask of the op, in groups that a benchmark judges alike.
+BENCHMARKS = {
+    "channel-last": [
+        _sized(32, frames, left, right, dtype)
+        for dtype in _HALVES
+        for left, right in ((14, 0), (7, 7))
+        for frames in (1024, 3000)
+    ],
+    "time-last": [
+        _sized(32, frames, left, right, dtype, "time_last")
+        for dtype in _HALVES
+        for left, right in ((14, 0), (7, 7))
+        for frames in (1024, 3000)
+    ],
+    "windows of 31 and 63": [
+        _sized(32, 1000, side, side, dtype) for dtype in _HALVES for side in (15, 31)
+    ],
+    "windows of 127": [_sized(32, 1000, 63, 63, dtype) for dtype in _HALVES],
+    "float32": [
+        _sized(32, 1024, dtype=torch.float32),
+        _sized(32, 3000, dtype=torch.float32),
+        _sized(32, 3000, 7, 7, torch.float32, "time_last"),
+    ],
+    "head widths and heads": [
+        *(_sized(32, 1024, head_dim=width) for width in (32, 40, 80, 96, 128)),
+        *(_sized(32, 1024, heads=heads) for heads in (4, 16)),
+    ],
+    "shapes of the published card": [
+        _sized(*size) for size in ((16, 256), (16, 512), (32, 1024), (16, 2048), (32, 3000))
+    ],
+}
+BENCHMARK = list(dict.fromkeys(case for cases in BENCHMARKS.values() for case in cases))
+# For curves over T and over W.
+OVER_FRAMES = [_sized(32, frames) for frames in (128, 256, 512, 1024, 2048, 3000)]
+OVER_WINDOWS = [_sized(32, 1000, side, side) for side in (1, 3, 7, 15, 31, 63)]

@@ -42,6 +42,13 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
+@pytest.fixture(autouse=True)
+def true_float32():
+    """No TF32 in products that tests compare: SpeechBrain switches it on when it is imported."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+
+
 @pytest.fixture(scope="session")
 def data_dir():
     """The folder of real speech beside the checkout. Missing, it is a skip, and in CI a failure."""

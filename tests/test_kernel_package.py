@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -216,6 +217,43 @@ def test_two_copies_live_in_one_process_and_stay_apart(k):
     for module in (k, ours, k):
         out = module.ldsa_local_attention(a_logits, v, 4, 2, implementation="triton")
         torch.testing.assert_close(torch.autograd.grad(out.sum(), (a_logits, v)), expected)
+
+
+# The benchmark
+
+
+@pytest.mark.parametrize("wrong", [None, "small_forward", "forward", "forward_backward"])
+def test_the_benchmark_that_the_library_runs(repository, k, monkeypatch, wrong):
+    from kernels.cli import benchmark
+
+    (script,) = benchmark.discover_benchmark_scripts("ldsa", ROOT / "kernels")
+    (form,) = benchmark.discover_benchmark_classes(script, repository)
+    # The library asks what torch was built for, not whether a GPU is there.
+    monkeypatch.setattr(benchmark, "_backend", lambda: SimpleNamespace(name=DEVICE))
+    monkeypatch.setattr(form, "small", (2, 20))
+    monkeypatch.setattr(form, "large", (32, 30))
+    if wrong:
+        monkeypatch.setattr(form, f"setup_{wrong}", spoiled(getattr(form, f"setup_{wrong}")))
+        with pytest.raises(RuntimeError, match=f"^Verification failed for {wrong}$"):
+            benchmark.run_benchmark_class(form, 1, 0, str(repository), True, "local")
+        return
+    results, sha = benchmark.run_benchmark_class(form, 2, 1, str(repository), True, "local")
+    assert set(results) == {"small_forward", "forward", "forward_backward"}
+    assert all(result.verified and result.iterations == 2 for result in results.values())
+    assert sha
+
+
+def spoiled(setup):
+    """The same, of a kernel whose results are a tenth off."""
+
+    def call(self):
+        setup(self)
+        op = self.kernel.ldsa_local_attention
+        self.kernel = SimpleNamespace(
+            ldsa_local_attention=lambda *args: op(*args) * 1.1, eager_ldsa=self.kernel.eager_ldsa
+        )
+
+    return call
 
 
 # Layers

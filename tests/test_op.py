@@ -361,7 +361,7 @@ def test_equal_runs_give_equal_bits(implementation):
 
 
 def test_only_the_gradients_that_are_required(implementation):
-    """Each alone equals itself among both, and nothing is computed for the other."""
+    """Each alone is itself among both, to rounding, and nothing is computed for the other."""
     a_logits, v, grad = random(2, 2, 6, 21), random(2, 2, 8, 21, seed=1), random(2, 2, 8, 21)
     both = run(a_logits, v, grad, 3, 2, implementation=implementation)[1:]
     for wanted, expected in enumerate(both):
@@ -370,7 +370,7 @@ def test_only_the_gradients_that_are_required(implementation):
         out = ldsa_local_attention(*inputs, 3, 2, implementation=implementation)
         with Recorder() as recorder:
             out.backward(grad)
-        assert torch.equal(inputs[wanted].grad, expected)
+        torch.testing.assert_close(inputs[wanted].grad, expected, atol=1e-6, rtol=1e-6)
         assert inputs[1 - wanted].grad is None
         if implementation == "triton":
             (results,) = (
@@ -748,11 +748,16 @@ def test_every_tile_row_has_a_case():
     tiles = importlib.import_module("ldsa_nn._ldsa.ldsa")._tiles
     for backward in (False, True):
         tested = {
-            tuple(tiles(c.window, c.head_dim, c.dtype.itemsize, backward).values()) for c in LARGE
+            tiles(
+                c.window, c.head_dim, c.dtype.itemsize, c.layout in ("time_last", "mixed"), backward
+            )
+            for c in LARGE
         }
-        for window, head_dim, size in itertools.product(range(1, 256), range(1, 257), (2, 4)):
-            row = tuple(tiles(window, head_dim, size, backward).values())
-            assert row in tested, (window, head_dim, size)
+        for window, head_dim, size, time_last in itertools.product(
+            range(1, 256), range(1, 257), (2, 4), (False, True)
+        ):
+            row = tiles(window, head_dim, size, time_last, backward)
+            assert row in tested, (window, head_dim, size, time_last)
 
 
 @pytest.mark.parametrize("window", [16, 17, 32, 64])

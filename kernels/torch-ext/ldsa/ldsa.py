@@ -1,11 +1,9 @@
 """Local dense synthesizer attention, fused: the Triton kernels and their launchers.
 
-Both directions are one launch without atomics. The softmax over the window is a [BLOCK_T, BLOCK_W]
-tile in registers; a gather spreads it to the band matrix P[t, s] = a[t, s - t + left], so that the
-weighted sum is a matrix product with a tile of values. README.md has the derivation.
+Both directions are one launch without atomics. The weighted sum is a product with the band matrix
+P[t, s] = a[t, s - t + left]; a block's W slots are held as a ring, tile by tile in the place that
+they have in P. README.md has the derivation.
 """
-
-import contextlib
 
 import torch
 
@@ -24,105 +22,126 @@ MAX_HEAD_DIM = 256
 
 
 if triton is not None:
+    # What depends on the batch and the number of frames must not make another variant of a kernel:
+    # Triton compiles one for a number that is 1, and one for a multiple of 16.
+    _any_size = triton.jit(
+        do_not_specialize=[
+            "n_heads",
+            "n_frames",
+            "n_blocks",
+            *(f"stride_{x}{dim}" for x in ("a", "v", "o", "g", "da", "dv") for dim in "bh"),
+            "stride_starts",
+            "stride_lengths",
+        ],
+        do_not_specialize_on_alignment=[
+            "stride_aw", "stride_vd", "stride_od", "stride_gd", "stride_daw", "stride_dvd"
+        ],
+    )  # fmt: skip
 
     @triton.jit
     def _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames):
-        """First frame and end of sequence b, clamped to [0, T]."""
+        """First frame and end of sequence b: 0 <= start <= end <= T."""
         start = b * 0
         end = start + n_frames
-        if starts_ptr is not None:
-            start = tl.load(starts_ptr + b * stride_starts).to(tl.int64)
-            start = tl.minimum(tl.maximum(start, 0), n_frames)
         if lengths_ptr is not None:
             end = tl.load(lengths_ptr + b * stride_lengths).to(tl.int64)
             end = tl.minimum(tl.maximum(end, 0), n_frames)
+        if starts_ptr is not None:
+            start = tl.load(starts_ptr + b * stride_starts).to(tl.int64)
+            start = tl.minimum(tl.maximum(start, 0), end)
         return start.to(tl.int32), end.to(tl.int32)
 
     @triton.jit
-    def _window_softmax(
-        logits_ptr,
-        stride_w,
-        stride_t,
-        t0,
-        start,
-        end,
-        LEFT: tl.constexpr,
-        W: tl.constexpr,
-        RENORMALIZE: tl.constexpr,
-        BLOCK_T: tl.constexpr,
-        BLOCK_W: tl.constexpr,
-        WIDE: tl.constexpr,
-    ):
-        """Weights [BLOCK_T, BLOCK_W] of frames t0..t0+BLOCK_T; 0 in frames outside and slots >= W.
-
-        `logits_ptr` is that of the sequence's and head's frame 0.
-        """
-        rel_t = tl.arange(0, BLOCK_T)
-        slot = tl.arange(0, BLOCK_W)
-        offs_t = t0 + rel_t
-        inside = (offs_t >= start) & (offs_t < end)
-        mask = inside[:, None] & (slot < W)[None, :]
-        base = logits_ptr + t0.to(tl.int64) * stride_t
-        if WIDE:
-            rel_t = rel_t.to(tl.int64)
-            slot = slot.to(tl.int64)
-        x = tl.load(
-            base + rel_t[:, None] * stride_t + slot[None, :] * stride_w,
-            mask=mask,
-            other=float("-inf"),
-        ).to(tl.float32)
-        if RENORMALIZE:
-            source = offs_t[:, None] - LEFT + tl.arange(0, BLOCK_W)[None, :]
-            x = tl.where((source >= start) & (source < end), x, float("-inf"))
-        top = tl.max(x, axis=1)[:, None]
-        # +inf entries share the weight, a row of -inf gets none: neither may become inf - inf.
-        share = tl.where(x == float("inf"), 0.0, float("-inf"))
-        x = tl.where(top == float("inf"), share, x)
-        top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-        e = tl.exp2((x - top) * 1.4426950408889634)
-        total = tl.sum(e, axis=1)[:, None]
-        return e / tl.where(total == 0.0, 1.0, total)
+    def _inside(t, start, end):
+        """Whether start <= t < end, as one comparison: a negative number is a large unsigned."""
+        return (t - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32, bitcast=True)
 
     @triton.jit
-    def _keep(seed, row0, p, BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr):
-        """Which weights dropout keeps, bool [BLOCK_T, BLOCK_W]; row0 counts (b, h, t) rows.
-
-        A function of seed, row and slot alone, so that every block that needs a row, in either
-        direction, draws the same mask. One Philox call serves four slots.
-        """
-        rows = (row0 + tl.arange(0, BLOCK_T))[:, None]
-        calls = rows * (BLOCK_W // 4) + tl.arange(0, BLOCK_W // 4)[None, :]
-        r0, r1, r2, r3 = tl.randint4x(seed, calls)
-        bits = tl.interleave(tl.interleave(r0, r2), tl.interleave(r1, r3))
-        return tl.uint_to_uniform_float(bits) >= p
+    def _align(stride, ALIGN: tl.constexpr):
+        """`stride`, which is a multiple of ALIGN, in a form that shows it to the compiler."""
+        return stride // ALIGN * ALIGN
 
     @triton.jit
-    def _value_tile(
+    def _tile(ptr, stride_t, stride_c, t0, c0, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
+        """Pointers to frames t0.. and channels c0.. of a [T, C] array, [BLOCK, BLOCK_C]."""
+        offs_t = tl.arange(0, BLOCK)[:, None].to(tl.int64)
+        offs_c = tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
+        base = ptr + t0.to(tl.int64) * stride_t + c0 * stride_c
+        return base + (offs_t * stride_t + offs_c * stride_c)
+
+    @triton.jit
+    def _load_tile(
         ptr,
         stride_t,
-        stride_d,
+        stride_c,
         t0,
+        c0,
         start,
         end,
-        DH: tl.constexpr,
-        BLOCK_T: tl.constexpr,
-        BLOCK_D: tl.constexpr,
-        DTYPE: tl.constexpr,
-        WIDE: tl.constexpr,
+        OTHER: tl.constexpr,
+        C: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+        VECTOR: tl.constexpr,
     ):
-        """[BLOCK_T, BLOCK_D] of a [T, Dh] array from frame t0 on; 0 outside [start, end)."""
-        rel_t = tl.arange(0, BLOCK_T)
-        offs_d = tl.arange(0, BLOCK_D)
-        offs_t = t0 + rel_t
-        mask = ((offs_t >= start) & (offs_t < end))[:, None] & (offs_d < DH)[None, :]
-        base = ptr + t0.to(tl.int64) * stride_t
-        if WIDE:
-            rel_t = rel_t.to(tl.int64)
-            offs_d = offs_d.to(tl.int64)
-        x = tl.load(
-            base + rel_t[:, None] * stride_t + offs_d[None, :] * stride_d, mask=mask, other=0.0
-        )
-        return x.to(DTYPE)
+        """[BLOCK, BLOCK_C] of a [T, C] array from (t0, c0) on; OTHER outside [start, end) and C."""
+        t = t0 + tl.arange(0, BLOCK)[:, None]
+        inside_c = c0 + tl.arange(0, BLOCK_C)[None, :] < C
+        ptrs = _tile(ptr, stride_t, stride_c, t0, c0, BLOCK, BLOCK_C)
+        if VECTOR > 1:
+            # Frames lie side by side: a mask along them would load them one by one.
+            if (t0 >= start) & (t0 + BLOCK <= end):
+                x = tl.load(ptrs, mask=inside_c, other=OTHER)
+            else:
+                x = tl.load(ptrs, mask=_inside(t, start, end) & inside_c, other=OTHER)
+        else:
+            x = tl.load(ptrs, mask=_inside(t, start, end) & inside_c, other=OTHER)
+        return x
+
+    @triton.jit
+    def _here(x, PIN: tl.constexpr):
+        """x, defined where it is used.
+
+        Triton copies the operand of a product to shared memory right after its definition; if that
+        is a load, the program waits there, before its other loads have begun.
+        """
+        if PIN:
+            if x.dtype.primitive_bitwidth == 16:
+                x = tl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+                )
+            else:
+                x = tl.inline_asm_elementwise(
+                    "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
+                )
+        return x
+
+    @triton.jit
+    def _load_values(
+        ptr,
+        stride_t,
+        stride_c,
+        t0,
+        c0,
+        start,
+        end,
+        FIRST: tl.constexpr,
+        LAST: tl.constexpr,
+        C: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_C: tl.constexpr,
+        VECTOR: tl.constexpr,
+        DTYPE: tl.constexpr,
+    ):
+        """Tiles FIRST to LAST, from frame t0 on, of a [T, C] array; 0 outside."""
+        tiles = ()
+        for j in tl.static_range(FIRST, LAST + 1):
+            x = _load_tile(
+                ptr, stride_t, stride_c, t0 + j * BLOCK, c0, start, end, 0.0,
+                C, BLOCK, BLOCK_C, VECTOR,
+            )  # fmt: skip
+            tiles = tiles + (x.to(DTYPE),)
+        return tiles
 
     @triton.jit
     def _store_tile(
@@ -131,34 +150,255 @@ if triton is not None:
         stride_t,
         stride_c,
         t0,
+        c0,
+        start,
+        end,
         n_frames,
         C: tl.constexpr,
-        BLOCK_T: tl.constexpr,
+        BLOCK: tl.constexpr,
         BLOCK_C: tl.constexpr,
-        WIDE: tl.constexpr,
+        VECTOR: tl.constexpr,
     ):
-        """Store [BLOCK_T, BLOCK_C] to frames t0.. (below n_frames) and channels below C."""
-        rel_t = tl.arange(0, BLOCK_T)
-        offs_c = tl.arange(0, BLOCK_C)
-        mask = (t0 + rel_t < n_frames)[:, None] & (offs_c < C)[None, :]
-        base = ptr + t0.to(tl.int64) * stride_t
-        if WIDE:
-            rel_t = rel_t.to(tl.int64)
-            offs_c = offs_c.to(tl.int64)
-        tl.store(
-            base + rel_t[:, None] * stride_t + offs_c[None, :] * stride_c,
-            x.to(ptr.dtype.element_ty),
-            mask=mask,
-        )
+        """Store x [BLOCK, BLOCK_C] from (t0, c0) on; 0 to the frames outside [start, end)."""
+        t = t0 + tl.arange(0, BLOCK)[:, None]
+        inside_c = c0 + tl.arange(0, BLOCK_C)[None, :] < C
+        inside = _inside(t, start, end)
+        ptrs = _tile(ptr, stride_t, stride_c, t0, c0, BLOCK, BLOCK_C)
+        x = x.to(ptr.dtype.element_ty)
+        if VECTOR > 1:
+            if (t0 >= start) & (t0 + BLOCK <= end):
+                tl.store(ptrs, x, mask=inside_c)
+            else:
+                outside = (t >= 0) & (t < n_frames)
+                tl.store(ptrs, tl.where(inside, x, 0.0), mask=outside & inside_c)
+        else:
+            tl.store(ptrs, x, mask=inside & inside_c)
+            if (t0 < start) | (t0 + BLOCK > end):
+                zeros = tl.zeros([BLOCK, BLOCK_C], ptr.dtype.element_ty)
+                outside = (t >= 0) & (t < n_frames) & ~inside
+                tl.store(ptrs, zeros, mask=outside & inside_c)
 
     @triton.jit
-    def _band(weights, first_slot, W: tl.constexpr):
-        """Spread [ROWS, BLOCK_W] weights to the band given by the slot index of each column."""
-        valid = (first_slot >= 0) & (first_slot < W)
-        # Slot W is padding, whose weight is 0: no select after the gather.
-        return tl.gather(weights, tl.where(valid, first_slot, W), axis=1)
+    def _slots(
+        row, column, j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr
+    ):
+        """Slots of rows and columns of ring tile j: in row t, a column is frame t - left + slot of
+        the values. Numbers outside 0 .. W-1 are no slots.
+        """
+        slot = column - row + (j * BLOCK - SHIFT)
+        if j == 0:
+            slot = tl.where(slot < 0, slot + RING * BLOCK, slot)
+        return slot
 
     @triton.jit
+    def _tile_slots(j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr):
+        """_slots of all of ring tile j, [BLOCK, BLOCK]."""
+        row = tl.arange(0, BLOCK)[:, None]
+        return _slots(row, tl.arange(0, BLOCK)[None, :], j, SHIFT, BLOCK, RING)
+
+    @triton.jit
+    def _load_logits(
+        ptr,
+        stride_t,
+        stride_w,
+        t0,
+        start,
+        end,
+        LEFT: tl.constexpr,
+        SHIFT: tl.constexpr,
+        W: tl.constexpr,
+        RENORMALIZE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RING: tl.constexpr,
+        BLOCK_W: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        VECTOR: tl.constexpr,
+    ):
+        """Logits of frames t0.. as RING ring tiles; if TIME_LAST as they lie, [BLOCK, BLOCK_W]."""
+        if TIME_LAST:
+            tiles = (
+                _load_tile(
+                    ptr, stride_t, stride_w, t0, 0, start, end, float("-inf"),
+                    W, BLOCK, BLOCK_W, VECTOR,
+                ),
+            )  # fmt: skip
+        else:
+            # In one dimension, so that a warp reads whole rows.
+            row = tl.arange(0, BLOCK * BLOCK) // BLOCK
+            column = tl.arange(0, BLOCK * BLOCK) % BLOCK
+            t = t0 + row
+            # One comparison a slot: as an unsigned number, a negative one is above every bound.
+            bound = tl.where(_inside(t, start, end), W, 0).to(tl.uint32)
+            base = ptr + t0.to(tl.int64) * stride_t
+            tiles = ()
+            for j in tl.static_range(RING):
+                slot = _slots(row, column, j, SHIFT, BLOCK, RING)
+                mask = slot.to(tl.uint32, bitcast=True) < bound
+                if RENORMALIZE:
+                    mask = mask & _inside(t + slot - LEFT, start, end)
+                ptrs = base + (row.to(tl.int64) * stride_t + slot.to(tl.int64) * stride_w)
+                x = tl.load(ptrs, mask=mask, other=float("-inf"))
+                tiles = tiles + (x.reshape(BLOCK, BLOCK),)
+        return tiles
+
+    @triton.jit
+    def _softmax(
+        tiles,
+        t0,
+        start,
+        end,
+        LEFT: tl.constexpr,
+        SHIFT: tl.constexpr,
+        W: tl.constexpr,
+        RENORMALIZE: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RING: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        DTYPE: tl.constexpr,
+    ):
+        """Weights of frames t0.. as RING ring tiles; a row whose logits are all -inf gets zeros."""
+        xs = ()
+        for j in tl.static_range(RING):
+            if TIME_LAST:
+                slot = _tile_slots(j, SHIFT, BLOCK, RING)
+                mask = slot.to(tl.uint32, bitcast=True) < W
+                if RENORMALIZE:
+                    t = t0 + tl.arange(0, BLOCK)[:, None]
+                    mask = mask & _inside(t + slot - LEFT, start, end)
+                x = tl.gather(tiles[0], tl.where(mask, slot, W), axis=1).to(tl.float32)
+            else:
+                x = tiles[j].to(tl.float32)
+            # +inf becomes the largest number: such entries share the weight, inf - inf never is.
+            x = tl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+            # A product of zeros moves the tile to the tensor cores' layout, in which four lanes
+            # hold a row: its sums take two shuffles, and the products need no copy.
+            zeros = tl.zeros([BLOCK, 16], DTYPE)
+            xs = xs + (tl.dot(zeros, tl.trans(zeros), x),)
+        top = tl.max(xs[0], axis=1)
+        for j in tl.static_range(1, RING):
+            top = tl.maximum(top, tl.max(xs[j], axis=1))
+        top = tl.where(top == float("-inf"), 0.0, top)[:, None]
+        es = ()
+        total = top * 0.0
+        for j in tl.static_range(RING):
+            e = tl.exp2((xs[j] - top) * 1.4426950408889634)
+            es = es + (e,)
+            total += tl.sum(e, axis=1)[:, None]
+        scale = 1.0 / tl.where(total == 0.0, 1.0, total)
+        weights = ()
+        for j in tl.static_range(RING):
+            weights = weights + (es[j] * scale,)
+        return weights
+
+    @triton.jit
+    def _first(SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+        """Where ring tile 0 belongs to the first tile of values; elsewhere to the last."""
+        return tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] >= SHIFT
+
+    @triton.jit
+    def _band(tiles, j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr):
+        """Tile j of the band matrix, 0 <= j <= RING, from ring tiles."""
+        if j == 0:
+            x = tl.where(_first(SHIFT, BLOCK), tiles[0], 0.0)
+        elif j == RING:
+            x = tl.where(_first(SHIFT, BLOCK), 0.0, tiles[0])
+        else:
+            x = tiles[j]
+        return x
+
+    @triton.jit
+    def _kept(seed_ptr, row0, p, W: tl.constexpr, BLOCK: tl.constexpr):
+        """Which weights of BLOCK rows dropout keeps: word w, int32 [BLOCK], has slots 32w..32w+31.
+
+        A function of seed, row and slot alone, so that every program that needs a row, in either
+        direction, draws the same mask; row0 counts (b, h, t) rows. A Philox call serves eight slots
+        with 16 bits each.
+        """
+        seed = tl.load(seed_ptr)
+        WORDS: tl.constexpr = (W + 31) // 32
+        rows = (row0 + tl.arange(0, BLOCK))[:, None]
+        part = tl.arange(0, 4)[None, :]
+        threshold = tl.full([1, 1], p * 65536.0 + 0.5, tl.float32).to(tl.uint32)
+        words = ()
+        for w in tl.static_range(WORDS):
+            r0, r1, r2, r3 = tl.randint4x(seed, rows * (4 * WORDS) + (4 * w + part))
+            bits = ((r0 & 0xFFFF) >= threshold).to(tl.uint32)
+            bits |= ((r0 >> 16) >= threshold).to(tl.uint32) << 1
+            bits |= ((r1 & 0xFFFF) >= threshold).to(tl.uint32) << 2
+            bits |= ((r1 >> 16) >= threshold).to(tl.uint32) << 3
+            bits |= ((r2 & 0xFFFF) >= threshold).to(tl.uint32) << 4
+            bits |= ((r2 >> 16) >= threshold).to(tl.uint32) << 5
+            bits |= ((r3 & 0xFFFF) >= threshold).to(tl.uint32) << 6
+            bits |= ((r3 >> 16) >= threshold).to(tl.uint32) << 7
+            words = words + (tl.sum(bits << (8 * part).to(tl.uint32), axis=1),)
+        return words
+
+    @triton.jit
+    def _drop(
+        tiles,
+        words,
+        SHIFT: tl.constexpr,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RING: tl.constexpr,
+    ):
+        """Ring tiles with 0 in the slots that are not kept."""
+        xs = ()
+        for j in tl.static_range(RING):
+            slot = _tile_slots(j, SHIFT, BLOCK, RING)
+            shift = (slot & 31).to(tl.uint32)
+            x = tiles[j]
+            for w in tl.static_range((W + 31) // 32):
+                dropped = ((words[w][:, None] >> shift) & 1) == 0
+                x = tl.where(dropped & (slot >> 5 == w), 0.0, x)
+            xs = xs + (x,)
+        return xs
+
+    @triton.jit
+    def _store_logits(
+        ptr,
+        tiles,
+        stride_t,
+        stride_w,
+        t0,
+        start,
+        end,
+        n_frames,
+        SHIFT: tl.constexpr,
+        W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RING: tl.constexpr,
+        BLOCK_W: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        VECTOR: tl.constexpr,
+    ):
+        """Store ring tiles, whose rows outside [start, end) are 0, to the slots of frames t0.. ."""
+        if TIME_LAST:
+            row = tl.arange(0, BLOCK)[:, None]
+            column = tl.arange(0, BLOCK_W)[None, :] + row + SHIFT  # of the ring
+            x = tl.gather(tiles[0].to(ptr.dtype.element_ty), column & (BLOCK - 1), axis=1)
+            for j in tl.static_range(1, RING):
+                part = tl.gather(tiles[j].to(ptr.dtype.element_ty), column & (BLOCK - 1), axis=1)
+                x = tl.where(column // BLOCK == j, part, x)
+            _store_tile(
+                ptr, x, stride_t, stride_w, t0, 0, start, end, n_frames, W, BLOCK, BLOCK_W, VECTOR
+            )
+        else:
+            row = tl.arange(0, BLOCK * BLOCK) // BLOCK
+            column = tl.arange(0, BLOCK * BLOCK) % BLOCK
+            t = t0 + row
+            bound = tl.where(_inside(t, 0, n_frames), W, 0).to(tl.uint32)
+            base = ptr + t0.to(tl.int64) * stride_t
+            for j in tl.static_range(RING):
+                slot = _slots(row, column, j, SHIFT, BLOCK, RING)
+                ptrs = base + (row.to(tl.int64) * stride_t + slot.to(tl.int64) * stride_w)
+                tl.store(
+                    ptrs,
+                    tiles[j].to(ptr.dtype.element_ty).reshape(BLOCK * BLOCK),
+                    mask=slot.to(tl.uint32, bitcast=True) < bound,
+                )
+
+    @_any_size
     def _ldsa_fwd_kernel(
         logits_ptr,
         v_ptr,
@@ -166,6 +406,7 @@ if triton is not None:
         starts_ptr,
         lengths_ptr,
         seed_ptr,
+        dropout_p,
         n_heads,
         n_frames,
         n_blocks,
@@ -183,55 +424,87 @@ if triton is not None:
         stride_ot,
         stride_starts,
         stride_lengths,
-        dropout_p,
         LEFT: tl.constexpr,
         W: tl.constexpr,
         DH: tl.constexpr,
         RENORMALIZE: tl.constexpr,
-        BLOCK_T: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-        BLOCK_W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        RING: tl.constexpr,
+        SHIFT: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        BLOCK_W: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        ALIGN_A: tl.constexpr,
+        ALIGN_V: tl.constexpr,
+        VECTOR_A: tl.constexpr,
+        VECTOR_V: tl.constexpr,
         DTYPE: tl.constexpr,
-        WIDE: tl.constexpr,
+        PRECISION: tl.constexpr,
+        PIN: tl.constexpr,
     ):
         """out[t, d] = sum_s P[t, s] v[s, d] with P[t, s] = a[t, s - t + left].
 
-        One program owns BLOCK_T frames of one head of one sequence. Reads logits [BLOCK_T, W] and
-        v [BLOCK_T + W - 1, Dh], in tiles of BLOCK_S frames; writes out [BLOCK_T, Dh].
+        One program owns BLOCK frames of one head of one sequence, whose windows lie in RING + 1
+        tiles of values. Reads logits [BLOCK, W], v [(RING + 1) * BLOCK, Dh]; writes out
+        [BLOCK, Dh].
         """
         pid = tl.program_id(0).to(tl.int64)
         bh = pid // n_blocks
         b = bh // n_heads
         h = bh % n_heads
-        t0 = ((pid % n_blocks) * BLOCK_T).to(tl.int32)
+        t0 = ((pid % n_blocks) * BLOCK).to(tl.int32)
         start, end = _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames)
-        out_ptr += b * stride_ob + h * stride_oh
-        acc = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-        if (t0 < end) & (t0 + BLOCK_T > start):
-            logits_ptr += b * stride_ab + h * stride_ah
-            v_ptr += b * stride_vb + h * stride_vh
-            weights = _window_softmax(
-                logits_ptr, stride_aw, stride_at, t0, start, end,
-                LEFT, W, RENORMALIZE, BLOCK_T, BLOCK_W, WIDE,
+        stride_aw = _align(stride_aw, VECTOR_A)
+        stride_vd = _align(stride_vd, VECTOR_V)
+        stride_od = _align(stride_od, VECTOR_V)
+        logits_ptr += _align(b * stride_ab + h * stride_ah, ALIGN_A)
+        v_ptr += _align(b * stride_vb + h * stride_vh, ALIGN_V)
+        out_ptr += _align(b * stride_ob + h * stride_oh, ALIGN_V)
+        CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
+        if (t0 < end) & (t0 + BLOCK > start):
+            if CHUNKS == 1:
+                values = _load_values(
+                    v_ptr, stride_vt, stride_vd, t0 - (LEFT + SHIFT), 0, start, end,
+                    0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
+                )  # fmt: skip
+            logits = _load_logits(
+                logits_ptr, stride_at, stride_aw, t0, start, end,
+                LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
+            )  # fmt: skip
+            weights = _softmax(
+                logits, t0, start, end,
+                LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
             )  # fmt: skip
             if seed_ptr is not None:
-                keep = _keep(tl.load(seed_ptr), bh * n_frames + t0, dropout_p, BLOCK_T, BLOCK_W)
-                weights = tl.where(keep, weights, 0.0)
-            for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
-                cols = c * BLOCK_S + tl.arange(0, BLOCK_S)
-                slots = cols[None, :] - tl.arange(0, BLOCK_T)[:, None]
-                band = _band(weights, slots, W).to(DTYPE)
-                values = _value_tile(
-                    v_ptr, stride_vt, stride_vd, t0 - LEFT + c * BLOCK_S, start, end,
-                    DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
+                kept = _kept(seed_ptr, bh * n_frames + t0, dropout_p, W, BLOCK)
+                weights = _drop(weights, kept, SHIFT, W, BLOCK, RING)
+            for c in range(CHUNKS):
+                if CHUNKS == 1:
+                    tiles = values
+                else:
+                    tiles = _load_values(
+                        v_ptr, stride_vt, stride_vd, t0 - (LEFT + SHIFT), c * BLOCK_D, start, end,
+                        0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
+                    )  # fmt: skip
+                acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+                for j in tl.static_range(RING + 1):
+                    p = _band(weights, j, SHIFT, BLOCK, RING).to(DTYPE)
+                    acc = tl.dot(p, _here(tiles[j], PIN), acc, input_precision=PRECISION)
+                if seed_ptr is not None:
+                    acc = acc / (1.0 - dropout_p)
+                _store_tile(
+                    out_ptr, acc, stride_ot, stride_od, t0, c * BLOCK_D, start, end, n_frames,
+                    DH, BLOCK, BLOCK_D, VECTOR_V,
                 )  # fmt: skip
-                acc = tl.dot(band, values, acc, input_precision="ieee")
-            if seed_ptr is not None:
-                acc = acc / (1.0 - dropout_p)
-        _store_tile(out_ptr, acc, stride_ot, stride_od, t0, n_frames, DH, BLOCK_T, BLOCK_D, WIDE)
+        else:
+            zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+            for c in range(CHUNKS):
+                _store_tile(
+                    out_ptr, zeros, stride_ot, stride_od, t0, c * BLOCK_D, start, end, n_frames,
+                    DH, BLOCK, BLOCK_D, VECTOR_V,
+                )  # fmt: skip
 
-    @triton.jit
+    @_any_size
     def _ldsa_bwd_kernel(
         grad_ptr,
         logits_ptr,
@@ -241,6 +514,7 @@ if triton is not None:
         starts_ptr,
         lengths_ptr,
         seed_ptr,
+        dropout_p,
         n_heads,
         n_frames,
         n_blocks,
@@ -266,167 +540,325 @@ if triton is not None:
         stride_dvt,
         stride_starts,
         stride_lengths,
-        dropout_p,
         LEFT: tl.constexpr,
         W: tl.constexpr,
         DH: tl.constexpr,
         RENORMALIZE: tl.constexpr,
-        BLOCK_T: tl.constexpr,
-        BLOCK_S: tl.constexpr,
-        BLOCK_W: tl.constexpr,
+        BLOCK: tl.constexpr,
+        STEPS: tl.constexpr,
+        RING: tl.constexpr,
+        SHIFT: tl.constexpr,
         BLOCK_D: tl.constexpr,
+        BLOCK_W: tl.constexpr,
+        TIME_LAST: tl.constexpr,
+        ALIGN_A: tl.constexpr,
+        ALIGN_V: tl.constexpr,
+        VECTOR_A: tl.constexpr,
+        VECTOR_V: tl.constexpr,
         DTYPE: tl.constexpr,
-        WIDE: tl.constexpr,
+        PRECISION: tl.constexpr,
+        PIN: tl.constexpr,
     ):
         """grad_logits = a (da - sum_k a da), da[t, k] = g[t] . v[t - left + k]; grad_v = P^T g.
 
-        One program owns BLOCK_T frames of one head of one sequence, as rows of grad_logits and as
-        rows of grad_v. grad_v[s] sums over the frames t in [s - right, s + left] that read s, whose
-        weights are made anew from their logits: no atomics, nothing saved by the forward pass.
-        Reads logits and g [BLOCK_T + W - 1, .] and v [BLOCK_T + W - 1, Dh].
+        One program walks along one head of one sequence, STEPS + RING blocks of BLOCK frames. A
+        block's weights give grad_logits, and add to the grad_v of the RING + 1 tiles that its
+        windows lie in: a sum is carried for each tile until the last block that reads it. The
+        program owns the grad_logits of its first STEPS blocks and the STEPS tiles of grad_v that it
+        sums in full, so that nothing is added up in memory: no atomics. The weights are made anew
+        from their logits; nothing is saved by the forward pass.
         """
         pid = tl.program_id(0).to(tl.int64)
         bh = pid // n_blocks
         b = bh // n_heads
         h = bh % n_heads
-        t0 = ((pid % n_blocks) * BLOCK_T).to(tl.int32)
+        s0 = ((pid % n_blocks) * (STEPS * BLOCK)).to(tl.int32)  # first frame of grad_v
+        t0 = s0 + (LEFT + SHIFT - RING * BLOCK)
         start, end = _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames)
-        touched = (t0 < end) & (t0 + BLOCK_T > start)
-        grad_ptr += b * stride_gb + h * stride_gh
-        logits_ptr += b * stride_ab + h * stride_ah
-        v_ptr += b * stride_vb + h * stride_vh
+        stride_gd = _align(stride_gd, VECTOR_V)
+        stride_aw = _align(stride_aw, VECTOR_A)
+        stride_vd = _align(stride_vd, VECTOR_V)
+        stride_daw = _align(stride_daw, VECTOR_A)
+        stride_dvd = _align(stride_dvd, VECTOR_V)
+        grad_ptr += _align(b * stride_gb + h * stride_gh, ALIGN_V)
+        logits_ptr += _align(b * stride_ab + h * stride_ah, ALIGN_A)
+        v_ptr += _align(b * stride_vb + h * stride_vh, ALIGN_V)
         if grad_logits_ptr is not None:
-            d_logits = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-            if touched:
-                weights = _window_softmax(
-                    logits_ptr, stride_aw, stride_at, t0, start, end,
-                    LEFT, W, RENORMALIZE, BLOCK_T, BLOCK_W, WIDE,
-                )  # fmt: skip
-                grad = _value_tile(
-                    grad_ptr, stride_gt, stride_gd, t0, start, end,
-                    DH, BLOCK_T, BLOCK_D, DTYPE, WIDE,
-                )  # fmt: skip
-                d_weights = tl.zeros([BLOCK_T, BLOCK_W], tl.float32)
-                for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
-                    values = _value_tile(
-                        v_ptr, stride_vt, stride_vd, t0 - LEFT + c * BLOCK_S, start, end,
-                        DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
-                    )  # fmt: skip
-                    d_band = tl.dot(grad, tl.trans(values), input_precision="ieee")
-                    cols = tl.arange(0, BLOCK_T)[:, None] + tl.arange(0, BLOCK_W)[None, :]
-                    cols -= c * BLOCK_S
-                    valid = (cols >= 0) & (cols < BLOCK_S)
-                    part = tl.gather(d_band, tl.where(valid, cols, 0), axis=1)
-                    d_weights += tl.where(valid, part, 0.0)
-                if seed_ptr is not None:
-                    keep = _keep(tl.load(seed_ptr), bh * n_frames + t0, dropout_p, BLOCK_T, BLOCK_W)
-                    d_weights = tl.where(keep, d_weights / (1.0 - dropout_p), 0.0)
-                row = tl.sum(weights * d_weights, axis=1)[:, None]
-                d_logits = weights * (d_weights - row)
-            grad_logits_ptr += b * stride_dab + h * stride_dah
-            _store_tile(
-                grad_logits_ptr, d_logits, stride_dat, stride_daw, t0, n_frames,
-                W, BLOCK_T, BLOCK_W, WIDE,
-            )  # fmt: skip
+            grad_logits_ptr += _align(b * stride_dab + h * stride_dah, ALIGN_A)
         if grad_v_ptr is not None:
-            d_v = tl.zeros([BLOCK_T, BLOCK_D], tl.float32)
-            if touched:
-                for c in tl.range((BLOCK_T + W - 1 + BLOCK_S - 1) // BLOCK_S, num_stages=1):
-                    u0 = t0 - (W - 1 - LEFT) + c * BLOCK_S
-                    weights = _window_softmax(
-                        logits_ptr, stride_aw, stride_at, u0, start, end,
-                        LEFT, W, RENORMALIZE, BLOCK_S, BLOCK_W, WIDE,
-                    )  # fmt: skip
-                    if seed_ptr is not None:
-                        keep = _keep(
-                            tl.load(seed_ptr), bh * n_frames + u0, dropout_p, BLOCK_S, BLOCK_W
-                        )
-                        weights = tl.where(keep, weights, 0.0)
-                    rows = c * BLOCK_S + tl.arange(0, BLOCK_S)
-                    slots = tl.arange(0, BLOCK_T)[None, :] - rows[:, None] + W - 1
-                    band = _band(weights, slots, W).to(DTYPE)
-                    grad = _value_tile(
-                        grad_ptr, stride_gt, stride_gd, u0, start, end,
-                        DH, BLOCK_S, BLOCK_D, DTYPE, WIDE,
-                    )  # fmt: skip
-                    d_v = tl.dot(tl.trans(band), grad, d_v, input_precision="ieee")
+            grad_v_ptr += _align(b * stride_dvb + h * stride_dvh, ALIGN_V)
+        CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
+        if (t0 < end) & (t0 + (STEPS + RING) * BLOCK > start):
+            window = ()
+            bands = ()
+            grads = ()
+            for i in tl.static_range(STEPS + (RING if grad_v_ptr is not None else 0)):
+                ti = t0 + i * BLOCK
+                logits = _load_logits(
+                    logits_ptr, stride_at, stride_aw, ti, start, end,
+                    LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
+                )  # fmt: skip
+                if CHUNKS == 1:
+                    grad = _load_tile(
+                        grad_ptr, stride_gt, stride_gd, ti, 0, start, end, 0.0,
+                        DH, BLOCK, BLOCK_D, VECTOR_V,
+                    ).to(DTYPE)  # fmt: skip
+                    if (grad_logits_ptr is not None) and (i < STEPS):
+                        values = _load_values(
+                            v_ptr, stride_vt, stride_vd, ti - (LEFT + SHIFT), 0, start, end,
+                            0 if i == 0 else RING, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
+                        )  # fmt: skip
+                    grad = _here(grad, PIN)
+                    grads = grads + (grad,)
+                weights = _softmax(
+                    logits, ti, start, end,
+                    LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
+                )  # fmt: skip
+                dropped = weights
                 if seed_ptr is not None:
-                    d_v = d_v / (1.0 - dropout_p)
-                offs_t = t0 + tl.arange(0, BLOCK_T)
-                inside = (offs_t >= start) & (offs_t < end)
-                d_v = tl.where(inside[:, None], d_v, 0.0)
-            grad_v_ptr += b * stride_dvb + h * stride_dvh
-            _store_tile(
-                grad_v_ptr, d_v, stride_dvt, stride_dvd, t0, n_frames, DH, BLOCK_T, BLOCK_D, WIDE
-            )
+                    kept = _kept(seed_ptr, bh * n_frames + ti, dropout_p, W, BLOCK)
+                    dropped = _drop(weights, kept, SHIFT, W, BLOCK, RING)
+                if (grad_logits_ptr is not None) and (i < STEPS):
+                    if CHUNKS == 1:
+                        window = window[1:]
+                        for j in tl.static_range(len(values)):
+                            window = window + (_here(values[j], PIN),)
+                    d_band = ()
+                    for _ in tl.static_range(RING + 1):
+                        d_band = d_band + (tl.zeros([BLOCK, BLOCK], tl.float32),)
+                    for c in range(CHUNKS):
+                        if CHUNKS == 1:
+                            g = grad
+                            tiles = window
+                        else:
+                            g = _load_tile(
+                                grad_ptr, stride_gt, stride_gd, ti, c * BLOCK_D, start, end, 0.0,
+                                DH, BLOCK, BLOCK_D, VECTOR_V,
+                            ).to(DTYPE)  # fmt: skip
+                            tiles = _load_values(
+                                v_ptr, stride_vt, stride_vd, ti - (LEFT + SHIFT), c * BLOCK_D,
+                                start, end, 0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
+                            )  # fmt: skip
+                        added = ()
+                        for j in tl.static_range(RING + 1):
+                            v_t = tl.trans(tiles[j])
+                            added = added + (tl.dot(g, v_t, d_band[j], input_precision=PRECISION),)
+                        d_band = added
+                    d_weights = (tl.where(_first(SHIFT, BLOCK), d_band[0], d_band[RING]),)
+                    for j in tl.static_range(1, RING):
+                        d_weights = d_weights + (d_band[j],)
+                    if seed_ptr is not None:
+                        d_weights = _drop(d_weights, kept, SHIFT, W, BLOCK, RING)
+                    total = tl.zeros([BLOCK, 1], tl.float32)
+                    for j in tl.static_range(RING):
+                        total += tl.sum(weights[j] * d_weights[j], axis=1)[:, None]
+                    d_logits = ()
+                    for j in tl.static_range(RING):
+                        d_logit = weights[j] * (d_weights[j] - total)
+                        if seed_ptr is not None:
+                            d_logit = d_logit / (1.0 - dropout_p)
+                        d_logits = d_logits + (d_logit,)
+                    _store_logits(
+                        grad_logits_ptr, d_logits, stride_dat, stride_daw, ti, start, end, n_frames,
+                        SHIFT, W, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
+                    )  # fmt: skip
+                if grad_v_ptr is not None:
+                    band = ()
+                    for j in tl.static_range(RING + 1):
+                        band = band + (tl.trans(_band(dropped, j, SHIFT, BLOCK, RING).to(DTYPE)),)
+                    bands = bands + (band,)
+                    if i >= RING:
+                        for c in range(CHUNKS):
+                            d_v = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+                            for j in tl.static_range(RING + 1):
+                                if CHUNKS == 1:
+                                    g = grads[i - j]
+                                else:
+                                    g = _load_tile(
+                                        grad_ptr, stride_gt, stride_gd, ti - j * BLOCK, c * BLOCK_D,
+                                        start, end, 0.0, DH, BLOCK, BLOCK_D, VECTOR_V,
+                                    ).to(DTYPE)  # fmt: skip
+                                d_v = tl.dot(bands[i - j][j], g, d_v, input_precision=PRECISION)
+                            if seed_ptr is not None:
+                                d_v = d_v / (1.0 - dropout_p)
+                            _store_tile(
+                                grad_v_ptr, d_v, stride_dvt, stride_dvd, ti - (LEFT + SHIFT),
+                                c * BLOCK_D, start, end, n_frames, DH, BLOCK, BLOCK_D, VECTOR_V,
+                            )  # fmt: skip
+        else:
+            no_logits = ()
+            for _ in tl.static_range(RING):
+                no_logits = no_logits + (tl.zeros([BLOCK, BLOCK], tl.float32),)
+            no_values = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+            for i in tl.static_range(STEPS):
+                if grad_logits_ptr is not None:
+                    _store_logits(
+                        grad_logits_ptr, no_logits, stride_dat, stride_daw, t0 + i * BLOCK,
+                        start, end, n_frames,
+                        SHIFT, W, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
+                    )  # fmt: skip
+                if grad_v_ptr is not None:
+                    for c in range(CHUNKS):
+                        _store_tile(
+                            grad_v_ptr, no_values, stride_dvt, stride_dvd, s0 + i * BLOCK,
+                            c * BLOCK_D, start, end, n_frames, DH, BLOCK, BLOCK_D, VECTOR_V,
+                        )  # fmt: skip
 
 
 # Whether Triton's interpreter was on when the kernels were defined: they then run on the CPU.
 INTERPRETED = triton is not None and not isinstance(_ldsa_fwd_kernel, triton.runtime.JITFunction)
 
 
-def _tiles(window, head_dim, itemsize, backward):
-    """Block sizes and warps; every row that can be chosen is checked on a GPU by the tests."""
-    block_w = max(16, triton.next_power_of_2(window + 1))  # one slot of padding: see _band
-    block_d = max(16, triton.next_power_of_2(head_dim))
-    block_t = 16
-    block_s = 32 if block_w == 16 else 64
-    rows = block_s if backward else block_t
-    heavy = block_s * block_d * itemsize + rows * block_w * 4  # bytes of tiles to hold
-    warps = 1 if heavy <= 8192 else 2 if heavy <= 16384 else 4 if heavy <= 65536 else 8
-    return dict(BLOCK_T=block_t, BLOCK_S=block_s, BLOCK_W=block_w, BLOCK_D=block_d, num_warps=warps)
+def _tiles(window, head_dim, itemsize, time_last, backward):
+    """(BLOCK, STEPS, BLOCK_D, num_warps, maxnreg); the tests check every row on a GPU.
+
+    A limit of registers keeps more programs on a multiprocessor, which pays up to a few spills.
+    """
+    half = itemsize == 2
+    most = (512 if window <= 16 else 256 if window <= 32 else 128) // itemsize
+    if backward and not half:
+        most = 32
+    block_d = min(max(16, triton.next_power_of_2(head_dim)), most)
+    warps = max(1, block_d * itemsize // 128)  # of 16 frames
+    if backward:
+        if window <= 16:
+            steps = 2 if time_last else 4 if warps == 1 else 8
+            maxnreg = 168 if warps == 1 and block_d > 32 else 128
+            return 16, steps, block_d, warps, maxnreg if half else None
+        if window <= 32:
+            return 16, 4, block_d, warps, None
+        return 64, 2 if 64 < window <= 128 else 1, block_d, 4 if window <= 64 else 8, None
+    if window <= 16:
+        if time_last:
+            return 32, 1, block_d, warps, None
+        return 16, 1, block_d, warps, 64 if half else None
+    if window <= 32:
+        return 32, 1, block_d, 2 * warps, 80 if half else None
+    maxnreg = 96 if window <= 64 else 168 if window <= 128 else None
+    return 64, 1, block_d, 4, maxnreg if half else None
 
 
-def _wide(tiles, *tensors):
-    """Whether an offset inside a tile can pass 2^31 elements and needs 64-bit arithmetic."""
-    frames = max(tiles["BLOCK_T"], tiles["BLOCK_S"])
-    channels = max(tiles["BLOCK_W"], tiles["BLOCK_D"])
-    return any(x.stride(3) * frames + x.stride(2) * channels >= 2**31 for x in tensors)
+def _shift(left, window, block, ring):
+    """How many frames before its first window a block's first tile of values begins.
 
-
-def _common(v, lengths, starts, window, left, renormalize, tiles):
-    dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
-    return dict(
-        stride_starts=0 if starts is None else starts.stride(0),
-        stride_lengths=0 if lengths is None else lengths.stride(0),
-        LEFT=left,
-        W=window,
-        DH=v.shape[2],
-        RENORMALIZE=renormalize,
-        # The interpreter's bf16 arithmetic is wrong; its fp32 stands in for the tensor cores'.
-        DTYPE=tl.float32 if INTERPRETED else dtype,
-        **tiles,
-    )
-
-
-def _on_device(x):
-    """Launches go to the current device: make it that of `x` for their time."""
-    if x.device.type == "cpu":
-        return contextlib.nullcontext()
-    return torch.accelerator.device_index(x.device.index)
+    Where it fits, tiles begin at a multiple of 8 frames, so that they load as vectors where time is
+    innermost.
+    """
+    return min(-left % 8, ring * block + 1 - window)
 
 
 def empty_like(x):
     """Uninitialised dense tensor with the shape, dtype, device and memory order of `x`."""
+    if x.is_contiguous() or x.permute(0, 3, 1, 2).is_contiguous():
+        return torch.empty_like(x)
     return torch.empty_permuted(x.shape, memory_order(x), dtype=x.dtype, device=x.device)
+
+
+# Compiled kernels, with their grid and numbers, by everything that these depend on: a launch that
+# was made before skips Triton's dispatch, which takes longer than a small kernel runs.
+_launches = {}
+
+
+def _alignment(tensors):
+    """(ALIGN, VECTOR) of [B,H,C,T] tensors, some of them None, that are laid out alike.
+
+    ALIGN divides the place of every row, which is what lies side by side: channels or frames.
+    VECTOR is ALIGN where these are frames, else 1.
+    """
+    vector = 8
+    for x in tensors:
+        if x is not None:
+            b, h, c, t = x.stride()
+            inner, outer = (t, c) if t == 1 and c != 1 else (c, t)
+            if inner != 1 or x.data_ptr() % 16 or b % 8 or h % 8 or outer % 8:
+                return 1, 1
+            if c == 1:
+                vector = 1
+    return 8, vector
+
+
+def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormalize, dropout_p):
+    """Run `kernel` on `tensors`, of which like_logits are [B,H,W,T] and like_v [B,H,Dh,T]."""
+    a_logits, v = like_logits[0], like_v[0]
+    device = v.device
+    if device.type != "cpu" and device.index != torch.accelerator.current_device_index():
+        with torch.accelerator.device_index(device.index):
+            return _launch(
+                kernel, tensors, like_logits, like_v, bounds, seed, left, renormalize, dropout_p
+            )
+    pointers = *tensors, *bounds, seed
+    # Triton specialises on pointers that are multiples of 16 bytes; others take its own way.
+    aligned = all(x is None or x.data_ptr() % 16 == 0 for x in pointers)
+    key = (
+        kernel,
+        device,
+        v.shape,
+        a_logits.shape[2],
+        left,
+        renormalize,
+        tuple([None if x is None else (x.dtype, x.stride()) for x in pointers]),
+    )
+    known = _launches.get(key) if aligned else None
+    if known is not None:
+        compiled, grid, rest = known
+        compiled[grid](*pointers, dropout_p, *rest)
+        return None
+    backward = kernel is _ldsa_bwd_kernel
+    batch, heads, head_dim, frames = v.shape
+    window = a_logits.shape[2]
+    # Where the frames of a slot lie side by side, they are read side by side and then moved, which
+    # costs too much in wide windows.
+    time_last = a_logits.stride(3) == 1 and a_logits.stride(2) != 1 and window <= 32
+    block, steps, block_d, num_warps, maxnreg = _tiles(
+        window, head_dim, v.element_size(), time_last, backward
+    )
+    ring = triton.cdiv(window, block)
+    shift = _shift(left, window, block, ring)
+    # The backward kernel's blocks begin before frame 0: see there.
+    blocks = triton.cdiv(frames + (ring * block - left - shift if backward else 0), block * steps)
+    grid = batch * heads * blocks, 1, 1
+    numbers = [heads, frames, blocks]
+    for x in tensors:
+        b, h, c, t = (0, 0, 0, 0) if x is None else x.stride()
+        # A stride of frames that follows from the model alone is a constant of the kernel.
+        numbers += [b, h, c, tl.constexpr(t) if t <= 4 * heads * max(window, head_dim) else t]
+    numbers += [0 if bound is None else bound.stride(0) for bound in bounds]
+    dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(v.dtype, tl.float32)
+    if INTERPRETED:  # its bf16 arithmetic is wrong; fp32 stands in for the tensor cores'
+        dtype = tl.float32
+    align_a, vector_a = _alignment(like_logits)
+    align_v, vector_v = _alignment(like_v)
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    # Three products of TF32 have the error of one of fp32; the tensor cores have no other.
+    tf32 = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
+    constants = (
+        left, window, head_dim, renormalize, block, *((steps,) if backward else ()), ring, shift,
+        block_d,
+        max(16, triton.next_power_of_2(window + 1)),  # one slot of padding: see _softmax
+        time_last, align_a, align_v, vector_a, vector_v, dtype, "tf32x3" if tf32 else "ieee",
+        nvidia,
+    )  # fmt: skip
+    # Wide tiles leave no shared memory for loads ahead of a loop over channels.
+    options = {"num_warps": num_warps, "num_stages": 3 if window <= 32 else 1}
+    if nvidia and maxnreg is not None:
+        options["maxnreg"] = maxnreg
+    compiled = kernel[grid](*pointers, dropout_p, *numbers, *constants, **options)
+    if aligned and not INTERPRETED:
+        if len(_launches) >= 4096:
+            _launches.clear()
+        _launches[key] = compiled, grid, (*numbers, *constants)
+    return None
 
 
 def launch_forward(a_logits, v, lengths, starts, seed, left, renormalize, dropout_p):
     """Allocate out [B,H,Dh,T] and run the forward kernel; arguments are checked by the caller."""
-    batch, heads, head_dim, frames = v.shape
     out = empty_like(v)
     if out.numel() == 0:
         return out
-    window = a_logits.shape[2]
-    tiles = _tiles(window, head_dim, v.element_size(), backward=False)
-    blocks = triton.cdiv(frames, tiles["BLOCK_T"])
-    with _on_device(v):
-        _ldsa_fwd_kernel[(batch * heads * blocks,)](
-            a_logits, v, out, starts, lengths, seed, heads, frames, blocks,
-            *a_logits.stride(), *v.stride(), *out.stride(), dropout_p=dropout_p,
-            WIDE=_wide(tiles, a_logits, v, out),
-            **_common(v, lengths, starts, window, left, renormalize, tiles),
-        )  # fmt: skip
+    _launch(
+        _ldsa_fwd_kernel, (a_logits, v, out), (a_logits,), (v, out),
+        (starts, lengths), seed, left, renormalize, dropout_p,
+    )  # fmt: skip
     return out
 
 
@@ -434,24 +866,12 @@ def launch_backward(
     grad, a_logits, v, lengths, starts, seed, left, renormalize, dropout_p, need_logits, need_v
 ):
     """Allocate the gradients of a_logits and v that are needed (else None) and run the kernel."""
-    batch, heads, head_dim, frames = v.shape
     grad_logits = empty_like(a_logits) if need_logits else None
     grad_v = empty_like(v) if need_v else None
     if v.numel() == 0:
         return grad_logits, grad_v
-    window = a_logits.shape[2]
-    tiles = _tiles(window, head_dim, v.element_size(), backward=True)
-    blocks = triton.cdiv(frames, tiles["BLOCK_T"])
-    unused = (0, 0, 0, 0)
-    written = [x for x in (grad_logits, grad_v) if x is not None]
-    with _on_device(v):
-        _ldsa_bwd_kernel[(batch * heads * blocks,)](
-            grad, a_logits, v, grad_logits, grad_v, starts, lengths, seed, heads, frames, blocks,
-            *grad.stride(), *a_logits.stride(), *v.stride(),
-            *(grad_logits.stride() if need_logits else unused),
-            *(grad_v.stride() if need_v else unused),
-            dropout_p=dropout_p,
-            WIDE=_wide(tiles, grad, a_logits, v, *written),
-            **_common(v, lengths, starts, window, left, renormalize, tiles),
-        )  # fmt: skip
+    _launch(
+        _ldsa_bwd_kernel, (grad, a_logits, v, grad_logits, grad_v), (a_logits, grad_logits),
+        (v, grad, grad_v), (starts, lengths), seed, left, renormalize, dropout_p,
+    )  # fmt: skip
     return grad_logits, grad_v
