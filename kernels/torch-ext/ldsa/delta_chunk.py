@@ -158,16 +158,6 @@ if triton is not None:
         return tl.exp2(exponent)
 
     @triton.jit
-    def channel_gates(gates_ptr, c0, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-        """Gate sums of channels c0.. of a chunk: [64, BLOCK] at each frame, [BLOCK] at the last."""
-        c = c0 + tl.arange(0, BLOCK)
-        tile = gates_ptr + (c // WIDTH) * 64
-        sums = tl.load(
-            tile[None, :] + tl.arange(0, 64)[:, None], mask=(c < K)[None, :], other=0.0
-        )
-        return sums, tl.load(tile + 63, mask=c < K, other=0.0)
-
-    @triton.jit
     def _join_blocks(inverse, lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
         """Inverse of I + lower on diagonal blocks of 2 SIZE, given that on blocks of SIZE.
 
@@ -196,10 +186,13 @@ if triton is not None:
         p_ptr,
         t_ptr,
         w_ptr,
+        q_out_ptr,
+        k_out_ptr,
         n_seqs,
         n_heads,
         n_frames,
-        n_slots,
+        low_slot,
+        n_here,
         stride_qb,
         stride_qt,
         stride_qh,
@@ -215,26 +208,27 @@ if triton is not None:
         stride_bb,
         stride_bt,
         stride_bh,
+        scale,
         K: tl.constexpr,
         TILES: tl.constexpr,
         WIDTH: tl.constexpr,
         BLOCK_W: tl.constexpr,
-        SAVE: tl.constexpr,
         PACKED: tl.constexpr,
         DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """What a chunk needs but for the state: G, A, T = (I + L)^-1 diag(beta) and -W = -T Kd.
+        """What a chunk needs but for the state: M = (I + L)^-1, L = diag(beta) P, and its products.
 
         One program owns one chunk of one head. Reads q and k [64, K], g [64, tiles], beta [64];
-        writes the gate sums G (in powers of two) [tiles, 64], A and T [64, 64], -W [64, K] and, for
-        the backward pass, the inverse M and the decayed key products P [64, 64].
+        writes the gate sums G (as powers of two) [tiles, 64], A times scale and T = M diag(beta)
+        [64, 64], -W = -T Kd, Qg times scale and Kg [64, K]; for the backward pass M and P instead
+        of T. The pointers of what is not wanted are None.
         """
         pid = tl.program_id(0)
         h = pid % n_heads
-        slot = (pid // n_heads) % n_slots
-        row = pid // n_heads // n_slots
+        slot = low_slot + (pid // n_heads) % n_here
+        row = pid // n_heads // n_here
         t0, end = chunk_at(bounds_ptr, row, slot, n_seqs, n_frames, PACKED)
         rows = end - t0
         if rows <= 0:
@@ -247,9 +241,9 @@ if triton is not None:
         beta_ptr += b * stride_bb + t * stride_bt + h.to(tl.int64) * stride_bh
         at = pid.to(tl.int64)
         gates_ptr += at * (TILES * 64)
-        a_ptr += at * 4096
-        t_ptr += at * 4096
         w_ptr += at * (64 * K)
+        q_out_ptr += at * (64 * K)
+        k_out_ptr += at * (64 * K)
         i = tl.arange(0, 64)
         EVEN: tl.constexpr = WIDTH % BLOCK_W == 0
         BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
@@ -275,11 +269,11 @@ if triton is not None:
             decay = decay_between(gate, gate, True)
             p += decay * x
             a += decay * y
-        store_tile(a_ptr, a, 64, 1, None, None, 64, 64, False)
+        store_tile(a_ptr + at * 4096, a * scale, 64, 1, None, None, 64, 64, False)
         p = tl.where(i[:, None] > i[None, :], p, 0.0)
         beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
         lower = beta[:, None] * p
-        if SAVE:
+        if p_ptr is not None:
             store_tile(p_ptr + at * 4096, p, 64, 1, None, None, 64, 64, False)
 
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
@@ -289,13 +283,17 @@ if triton is not None:
         inverse = _join_blocks(inverse, lower, 8, PRECISION)
         inverse = _join_blocks(inverse, lower, 16, PRECISION)
         inverse = _join_blocks(inverse, lower, 32, PRECISION)
-        if SAVE:
+        if m_ptr is not None:
             store_tile(m_ptr + at * 4096, inverse, 64, 1, None, None, 64, 64, False)
         weights = (inverse * beta[None, :]).to(DTYPE)
-        store_tile(t_ptr, weights, 64, 1, None, None, 64, 64, False)
+        if t_ptr is not None:
+            store_tile(t_ptr + at * 4096, weights, 64, 1, None, None, 64, 64, False)
 
         for tile in range(TILES):
             gate = gate_sums(g_ptr, stride_gt, stride_gn, tile, rows, WIDE)
+            last = tl.sum(tl.where(i == 63, gate, 0.0), 0)
+            forget = tl.exp2(gate)[:, None]
+            remain = tl.exp2(last - gate)[:, None]
             for block in tl.static_range(BLOCKS):
                 c = tl.cast(tile * WIDTH + block * BLOCK_W, tl.int64)
                 cols = None if EVEN else WIDTH - block * BLOCK_W
@@ -303,112 +301,25 @@ if triton is not None:
                     k_ptr + c * stride_kk,
                     stride_kt, stride_kk, rows, cols, 64, BLOCK_W, tl.float32, WIDE,
                 )  # fmt: skip
-                decayed = (keys * tl.exp2(gate)[:, None]).to(DTYPE)
-                w = tl.dot(weights, decayed, input_precision=PRECISION)
+                queries = load_tile(
+                    q_ptr + c * stride_qk,
+                    stride_qt, stride_qk, rows, cols, 64, BLOCK_W, tl.float32, WIDE,
+                )  # fmt: skip
+                queries *= forget * scale
+                store_tile(q_out_ptr + c, queries, K, 1, None, cols, 64, BLOCK_W, False)
+                store_tile(k_out_ptr + c, keys * remain, K, 1, None, cols, 64, BLOCK_W, False)
+                w = tl.dot(weights, (keys * forget).to(DTYPE), input_precision=PRECISION)
                 store_tile(w_ptr + c, -w, K, 1, None, cols, 64, BLOCK_W, False)
 
     @triton.jit
-    def _read_block(
-        target,
-        out,
-        state,
-        q_ptr,
-        w_ptr,
-        gates_ptr,
-        stride_t,
-        stride_k,
-        rows,
-        BLOCK: tl.constexpr,
-        K: tl.constexpr,
-        WIDTH: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        DTYPE: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
-    ):
-        """target - W S and out + (q e^G) S, for one block of key channels."""
-        c0: tl.constexpr = BLOCK * BLOCK_K
-        cols = None if c0 + BLOCK_K <= K else K - c0
-        w = load_tile(w_ptr + c0, K, 1, None, cols, 64, BLOCK_K, DTYPE, False)
-        q = load_tile(
-            q_ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
-        )
-        s = state.to(DTYPE)
-        target = tl.dot(w, s, target, input_precision=PRECISION)
-        if c0 // WIDTH == (c0 + BLOCK_K - 1) // WIDTH or WIDTH == K:
-            # The block lies in one tile: its gate scales the rows of a plain product.
-            gate = tl.load(gates_ptr + (c0 // WIDTH) * 64 + tl.arange(0, 64))
-            out += tl.exp2(gate)[:, None] * tl.dot(q, s, input_precision=PRECISION)
-        else:
-            gate, _ = channel_gates(gates_ptr, c0, K, WIDTH, BLOCK_K)
-            out = tl.dot((q * tl.exp2(gate)).to(DTYPE), s, out, input_precision=PRECISION)
-        return target, out
-
-    @triton.jit
-    def _write_block(
-        state,
-        values,
-        k_ptr,
-        gates_ptr,
-        stride_t,
-        stride_k,
-        rows,
-        BLOCK: tl.constexpr,
-        K: tl.constexpr,
-        WIDTH: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        DTYPE: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
-    ):
-        """e^(G_C) S + (k e^(G_C - G))^T values, for one block of key channels."""
-        c0: tl.constexpr = BLOCK * BLOCK_K
-        cols = None if c0 + BLOCK_K <= K else K - c0
-        k = load_tile(
-            k_ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
-        )
-        if c0 // WIDTH == (c0 + BLOCK_K - 1) // WIDTH or WIDTH == K:
-            gates_ptr += (c0 // WIDTH) * 64
-            last = tl.load(gates_ptr + 63)
-            gate = tl.load(gates_ptr + tl.arange(0, 64))
-            values = (values * tl.exp2(last - gate)[:, None]).to(DTYPE)
-            state *= tl.exp2(last)
-        else:
-            gate, last = channel_gates(gates_ptr, c0, K, WIDTH, BLOCK_K)
-            k = (k * tl.exp2(last[None, :] - gate)).to(DTYPE)
-            values = values.to(DTYPE)
-            state *= tl.exp2(last)[:, None]
-        return tl.dot(tl.trans(k), values, state, input_precision=PRECISION)
-
-    @triton.jit
-    def load_state(
-        ptr, v0, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-        BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    ):  # fmt: skip
-        """float32 [BLOCK_K, BLOCK_V] of a dense state [K, V]; zeros if there is none."""
-        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
-        if ptr is not None:
-            c0: tl.constexpr = BLOCK * BLOCK_K
-            state = load_tile(
-                ptr + c0 * V + v0, V, 1, K - c0, V - v0, BLOCK_K, BLOCK_V, tl.float32, False
-            )
-        return state
-
-    @triton.jit
-    def store_state(
-        ptr, state, v0, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-        BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    ):  # fmt: skip
-        """Store one block of a dense state [K, V]."""
-        c0: tl.constexpr = BLOCK * BLOCK_K
-        rows = None if c0 + BLOCK_K <= K else K - c0
-        cols = None if V % BLOCK_V == 0 else V - v0
-        store_tile(ptr + c0 * V + v0, state, V, 1, rows, cols, BLOCK_K, BLOCK_V, False)
+    def chunk_decay(gates_ptr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
+        """e^(G_C) [BLOCK_K, 1] of each key channel: what a whole chunk leaves of the state."""
+        c = tl.arange(0, BLOCK_K)
+        last = tl.load(gates_ptr + (c // WIDTH) * 64 + 63, mask=c < K, other=0.0)
+        return tl.exp2(last)[:, None]
 
     @triton.jit
     def _delta_scan_fwd_kernel(
-        q_ptr,
-        k_ptr,
         v_ptr,
         out_ptr,
         initial_ptr,
@@ -418,19 +329,13 @@ if triton is not None:
         a_ptr,
         t_ptr,
         w_ptr,
+        q_ptr,
+        k_ptr,
         values_ptr,
         states_ptr,
         n_heads,
         n_frames,
         n_slots,
-        stride_qb,
-        stride_qt,
-        stride_qh,
-        stride_qk,
-        stride_kb,
-        stride_kt,
-        stride_kh,
-        stride_kk,
         stride_vb,
         stride_vt,
         stride_vh,
@@ -438,7 +343,6 @@ if triton is not None:
         stride_ob,
         stride_ot,
         stride_oh,
-        scale,
         K: tl.constexpr,
         V: tl.constexpr,
         TILES: tl.constexpr,
@@ -451,15 +355,14 @@ if triton is not None:
         PRECISION: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """Vh = T V - W S; out = scale (Qg S + A Vh); S <- e^(G_C) S + Kg^T Vh, chunk after chunk.
+        """Vh = T V - W S; out = Qg S + A Vh; S <- e^(G_C) S + Kg^T Vh, chunk after chunk.
 
         One program owns BLOCK_V value channels of one head of one sequence and keeps their state
-        [K, BLOCK_V] in registers. Reads q, k and -W [64, K], A and T [64, 64], v [64, BLOCK_V] of
+        [K, BLOCK_V] in registers. Reads -W, Qg and Kg [64, K], A and T [64, 64], v [64, BLOCK_V] of
         every chunk; writes out [64, BLOCK_V], the final state and, for the backward pass, Vh and
-        the state before each chunk.
+        the state before each chunk. What a chunk reads first is loaded during the chunk before.
         """
         BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-        NB: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
         pid = tl.program_id(0)
         v0 = (pid % BLOCKS_V) * BLOCK_V
         h = (pid // BLOCKS_V) % n_heads
@@ -468,97 +371,56 @@ if triton is not None:
         b = row.to(tl.int64)
         t = first.to(tl.int64)
         head = h.to(tl.int64)
-        q_ptr += b * stride_qb + t * stride_qt + head * stride_qh
-        k_ptr += b * stride_kb + t * stride_kt + head * stride_kh
         v_ptr += b * stride_vb + t * stride_vt + head * stride_vh + v0.to(tl.int64) * stride_vv
         out_ptr += b * stride_ob + t * stride_ot + head * stride_oh + v0
-        which = (n.to(tl.int64) * n_heads + h) * (K * V)
         cols = None if V % BLOCK_V == 0 else V - v0
+        keys = None if K == BLOCK_K else K
+        which = (n.to(tl.int64) * n_heads + h) * (K * V) + v0
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         if initial_ptr is not None:
-            initial_ptr += which
-        final_ptr += which
-        s0 = load_state(initial_ptr, v0, K, V, 0, BLOCK_K, BLOCK_V)
-        if NB > 1:
-            s1 = load_state(initial_ptr, v0, K, V, 1, BLOCK_K, BLOCK_V)
-        if NB > 2:
-            s2 = load_state(initial_ptr, v0, K, V, 2, BLOCK_K, BLOCK_V)
-        if NB > 3:
-            s3 = load_state(initial_ptr, v0, K, V, 3, BLOCK_K, BLOCK_V)
+            state = load_tile(
+                initial_ptr + which, V, 1, keys, cols, BLOCK_K, BLOCK_V, tl.float32, False
+            )
         at = (b * n_slots + slot) * n_heads + h
-        for t0 in range(0, end - first, 64):
-            rows = end - first - t0
-            if SAVE:
-                states = states_ptr + at * (K * V)
-                store_state(states, s0, v0, K, V, 0, BLOCK_K, BLOCK_V)
-                if NB > 1:
-                    store_state(states, s1, v0, K, V, 1, BLOCK_K, BLOCK_V)
-                if NB > 2:
-                    store_state(states, s2, v0, K, V, 2, BLOCK_K, BLOCK_V)
-                if NB > 3:
-                    store_state(states, s3, v0, K, V, 3, BLOCK_K, BLOCK_V)
-            w = w_ptr + at * (64 * K)
-            gates = gates_ptr + at * (TILES * 64)
-            weights = load_tile(t_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
-            v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+        rows = end - first
+        here = tl.where(rows > 0, 64, 0)
+        w = load_tile(w_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
+        q = load_tile(q_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
+        weights = load_tile(t_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
+        a = load_tile(a_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
+        v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+        for _ in range((rows + 63) // 64):
+            k = load_tile(k_ptr + at * (64 * K), K, 1, None, keys, 64, BLOCK_K, DTYPE, False)
+            s = state.to(DTYPE)
             values = tl.dot(weights, v, input_precision=PRECISION)
-            out = tl.zeros([64, BLOCK_V], tl.float32)
-            values, out = _read_block(
-                values, out, s0, q_ptr, w, gates, stride_qt, stride_qk, rows,
-                0, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-            )  # fmt: skip
-            if NB > 1:
-                values, out = _read_block(
-                    values, out, s1, q_ptr, w, gates, stride_qt, stride_qk, rows,
-                    1, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 2:
-                values, out = _read_block(
-                    values, out, s2, q_ptr, w, gates, stride_qt, stride_qk, rows,
-                    2, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 3:
-                values, out = _read_block(
-                    values, out, s3, q_ptr, w, gates, stride_qt, stride_qk, rows,
-                    3, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
-            out = tl.dot(a, values.to(DTYPE), out, input_precision=PRECISION)
-            s0 = _write_block(
-                s0, values, k_ptr, gates, stride_kt, stride_kk, rows,
-                0, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-            )  # fmt: skip
-            if NB > 1:
-                s1 = _write_block(
-                    s1, values, k_ptr, gates, stride_kt, stride_kk, rows,
-                    1, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 2:
-                s2 = _write_block(
-                    s2, values, k_ptr, gates, stride_kt, stride_kk, rows,
-                    2, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 3:
-                s3 = _write_block(
-                    s3, values, k_ptr, gates, stride_kt, stride_kk, rows,
-                    3, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
+            values = tl.dot(w, s, values, input_precision=PRECISION)
+            out = tl.dot(q, s, input_precision=PRECISION)
             if SAVE:
+                store_tile(
+                    states_ptr + at * (K * V) + v0, s, V, 1, keys, cols, BLOCK_K, BLOCK_V, False
+                )
                 store_tile(
                     values_ptr + at * (64 * V) + v0, values, V, 1, None, cols, 64, BLOCK_V, False
                 )
-            store_tile(out_ptr, out * scale, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
-            q_ptr += 64 * stride_qt
-            k_ptr += 64 * stride_kt
+            state *= chunk_decay(gates_ptr + at * (TILES * 64), K, WIDTH, BLOCK_K)
+            # Both factors negated: a copy of k to shared memory that follows its load at once, as
+            # one that needs no arithmetic does, would wait for it before all of the above.
+            k = -k
+            minus = (-values).to(DTYPE)
+            out = tl.dot(a, values.to(DTYPE), out, input_precision=PRECISION)
+            store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
+            at += n_heads
+            rows -= 64
             v_ptr += 64 * stride_vt
             out_ptr += 64 * stride_ot
-            at += n_heads
-        store_state(final_ptr, s0, v0, K, V, 0, BLOCK_K, BLOCK_V)
-        if NB > 1:
-            store_state(final_ptr, s1, v0, K, V, 1, BLOCK_K, BLOCK_V)
-        if NB > 2:
-            store_state(final_ptr, s2, v0, K, V, 2, BLOCK_K, BLOCK_V)
-        if NB > 3:
-            store_state(final_ptr, s3, v0, K, V, 3, BLOCK_K, BLOCK_V)
+            here = tl.where(rows > 0, 64, 0)
+            w = load_tile(w_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
+            q = load_tile(q_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
+            weights = load_tile(t_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
+            a = load_tile(a_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
+            v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+            state = tl.dot(tl.trans(k), minus, state, input_precision=PRECISION)
+        store_tile(final_ptr + which, state, V, 1, keys, cols, BLOCK_K, BLOCK_V, False)
 
     @triton.jit
     def _delta_step_kernel(
@@ -683,15 +545,43 @@ def operand_dtype(q, v):
 def new_saved(q, v, g, bounds):
     """Uninitialised tensors that the forward pass fills for the backward pass.
 
-    Gate sums G [B·slots, H, tiles, 64] float32; A, M and P [B·slots, H, 64, 64]; -W [.., 64, K];
-    Vh [.., 64, V]; the states before each chunk [.., K, V], in the dtype of q and v.
+    Vh [B·slots, H, 64, V] and the state before each chunk [B·slots, H, K, V], in the dtype of q
+    and v.
     """
     batch, _, _, n_slots = sizes(q, v, g, bounds)
     heads, key_dim = q.shape[2:]
-    lead, dtype = (batch * n_slots, heads), operand_dtype(q, v)
-    shapes = [(CHUNK, CHUNK)] * 3 + [(CHUNK, key_dim), (CHUNK, v.shape[3]), (key_dim, v.shape[3])]
+    return tuple(
+        torch.empty(
+            (batch * n_slots, heads, n, v.shape[3]), dtype=operand_dtype(q, v), device=q.device
+        )
+        for n in (CHUNK, key_dim)
+    )
+
+
+def launch_intra(q, k, v, g, beta, bounds, scale, low, high, forward):
+    """Run the intra-chunk kernel for the slots [low, high) of every row.
+
+    Returns gates [B·(high - low), H, tiles, 64] float32; A, then T if `forward`, else M and P
+    [.., 64, 64]; -W, Qg and Kg [.., 64, K].
+    """
+    batch, n_seqs, packed, _ = sizes(q, v, g, bounds)
+    heads, key_dim = q.shape[2:]
+    lead, like = (batch * (high - low), heads), dict(dtype=operand_dtype(q, v), device=q.device)
     gates = torch.empty((*lead, g.shape[3], CHUNK), dtype=torch.float32, device=q.device)
-    return (gates, *(torch.empty((*lead, *s), dtype=dtype, device=q.device) for s in shapes))
+    squares = [torch.empty((*lead, CHUNK, CHUNK), **like) for _ in range(2 if forward else 3)]
+    wides = [torch.empty((*lead, CHUNK, key_dim), **like) for _ in range(3)]
+    a, *inverse = squares
+    m, p, weights = (None, None, *inverse) if forward else (*inverse, None)
+    if gates.numel() > 0:
+        options = common(q, v, g, packed)
+        _delta_intra_fwd_kernel[(lead[0] * heads,)](
+            q, k, g, beta, bounds, gates, a, m, p, weights, *wides,
+            n_seqs, heads, q.shape[1], low, high - low,
+            *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
+            BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
+            num_warps=4, num_stages=1, **options,
+        )  # fmt: skip
+    return (gates, *squares, *wides)
 
 
 def wide(*tensors):
@@ -723,10 +613,14 @@ def common(q, v, g, packed):
 
 
 def scan_tiles(q, v, n_programs):
-    """Value channels of a scan's program, and warps; n_programs: sequences times heads."""
-    value_dim = v.shape[3]
-    block_v = 32 if operand_dtype(q, v).itemsize == 2 else 16
-    return dict(BLOCK_V=min(block_v, max(16, triton.next_power_of_2(value_dim))), num_warps=4, num_stages=1)
+    """Block sizes of a scan's program, and warps; n_programs: sequences times heads."""
+    block_k = max(16, triton.next_power_of_2(q.shape[3]))
+    block_v = 64 if operand_dtype(q, v).itemsize == 2 else 16
+    while block_v > 16 and n_programs * triton.cdiv(v.shape[3], block_v) < 64:
+        block_v //= 2
+    block_v = min(block_v, max(16, triton.next_power_of_2(v.shape[3])))
+    warps = 8 if block_k > 128 else 4
+    return dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=warps, num_stages=1)
 
 
 def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
@@ -771,26 +665,14 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
                 num_warps=4,
             )  # fmt: skip
             return out, final, saved
-        if save:
-            gates, a, m, p, w, values, states = saved
-        else:
-            gates, a, _, _, w, *_ = new_saved(q, v[..., :0], g, bounds)
-            m = p = values = states = None
-        weights = torch.empty_like(a)
-        if n_slots > 0:
-            _delta_intra_fwd_kernel[(batch * n_slots * heads,)](
-                q, k, g, beta, bounds, gates, a, m, p, weights, w,
-                n_seqs, heads, frames, n_slots,
-                *q.stride(), *k.stride(), *g.stride(), *beta.stride(),
-                BLOCK_W=block_of(options["WIDTH"]), SAVE=save, WIDE=wide(q, k, g, beta[..., None]),
-                num_warps=4, num_stages=1, **options,
-            )  # fmt: skip
+        values, states = saved if save else (None, None)
+        gates, a, weights, w, q_decayed, k_decayed = launch_intra(
+            q, k, v, g, beta, bounds, scale, 0, n_slots, True
+        )
         tiles = scan_tiles(q, v, n_seqs * heads)
         _delta_scan_fwd_kernel[(n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)](
-            q, k, v, out, initial_state, final, bounds, gates, a, weights, w, values, states,
-            heads, frames, n_slots,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], scale,
-            V=value_dim, BLOCK_K=block_of(key_dim), SAVE=save, WIDE=wide(q, k, v),
-            **options, **tiles,
+            v, out, initial_state, final, bounds, gates, a, weights, w, q_decayed, k_decayed,
+            values, states, heads, frames, n_slots, *v.stride(), *out.stride()[:3],
+            V=value_dim, SAVE=save, WIDE=wide(v, out), **options, **tiles,
         )  # fmt: skip
     return out, final, saved

@@ -12,6 +12,7 @@ from .delta_chunk import (
     CHUNK,
     block_of,
     common,
+    launch_intra,
     on_device,
     scan_tiles,
     sizes,
@@ -31,123 +32,37 @@ if triton is not None:
 
     from .delta_chunk import (
         MIN_GATE,
-        channel_gates,
         chunk_at,
+        chunk_decay,
         decay_between,
         gate_sums,
         load_rows,
-        load_state,
         load_tile,
         sequence,
-        store_state,
         store_tile,
     )
-
-    @triton.jit
-    def _read_grad_block(
-        grad_values,
-        grad_state,
-        k_ptr,
-        gates_ptr,
-        stride_t,
-        stride_k,
-        rows,
-        BLOCK: tl.constexpr,
-        K: tl.constexpr,
-        WIDTH: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        DTYPE: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
-    ):
-        """grad_values + (k e^(G_C - G)) dS, for one block of key channels."""
-        c0: tl.constexpr = BLOCK * BLOCK_K
-        cols = None if c0 + BLOCK_K <= K else K - c0
-        k = load_tile(
-            k_ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
-        )
-        s = grad_state.to(DTYPE)
-        if c0 // WIDTH == (c0 + BLOCK_K - 1) // WIDTH or WIDTH == K:
-            gates_ptr += (c0 // WIDTH) * 64
-            left = tl.exp2(tl.load(gates_ptr + 63) - tl.load(gates_ptr + tl.arange(0, 64)))
-            grad_values += left[:, None] * tl.dot(k, s, input_precision=PRECISION)
-        else:
-            gate, last = channel_gates(gates_ptr, c0, K, WIDTH, BLOCK_K)
-            k = (k * tl.exp2(last[None, :] - gate)).to(DTYPE)
-            grad_values = tl.dot(k, s, grad_values, input_precision=PRECISION)
-        return grad_values
-
-    @triton.jit
-    def _write_grad_block(
-        grad_state,
-        grad_values,
-        grad,
-        q_ptr,
-        w_ptr,
-        gates_ptr,
-        stride_t,
-        stride_k,
-        rows,
-        scale,
-        BLOCK: tl.constexpr,
-        K: tl.constexpr,
-        WIDTH: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        DTYPE: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
-    ):
-        """e^(G_C) dS + scale (q e^G)^T grad - W^T grad_values, for one block of key channels."""
-        c0: tl.constexpr = BLOCK * BLOCK_K
-        cols = None if c0 + BLOCK_K <= K else K - c0
-        q = load_tile(
-            q_ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
-        )
-        w = load_tile(w_ptr + c0, K, 1, None, cols, 64, BLOCK_K, DTYPE, False)
-        if c0 // WIDTH == (c0 + BLOCK_K - 1) // WIDTH or WIDTH == K:
-            gates_ptr += (c0 // WIDTH) * 64
-            gate = tl.load(gates_ptr + tl.arange(0, 64))
-            grad = (grad * (scale * tl.exp2(gate))[:, None]).to(DTYPE)
-            grad_state *= tl.exp2(tl.load(gates_ptr + 63))
-        else:
-            gate, last = channel_gates(gates_ptr, c0, K, WIDTH, BLOCK_K)
-            q = (q * (scale * tl.exp2(gate))).to(DTYPE)
-            grad_state *= tl.exp2(last)[:, None]
-        grad_state = tl.dot(tl.trans(q), grad, grad_state, input_precision=PRECISION)
-        return tl.dot(tl.trans(w), grad_values, grad_state, input_precision=PRECISION)
 
     @triton.jit
     def _delta_scan_bwd_kernel(
         grad_ptr,
         grad_final_ptr,
         grad_initial_ptr,
-        q_ptr,
-        k_ptr,
         bounds_ptr,
         gates_ptr,
         a_ptr,
         w_ptr,
+        q_ptr,
+        k_ptr,
         grad_values_ptr,
         grad_states_ptr,
         n_heads,
         n_frames,
-        n_slots,
         low_slot,
-        high_slot,
-        n_kept,
+        n_here,
         stride_ob,
         stride_ot,
         stride_oh,
         stride_ov,
-        stride_qb,
-        stride_qt,
-        stride_qh,
-        stride_qk,
-        stride_kb,
-        stride_kt,
-        stride_kh,
-        stride_kk,
-        scale,
         K: tl.constexpr,
         V: tl.constexpr,
         TILES: tl.constexpr,
@@ -163,110 +78,66 @@ if triton is not None:
 
         One program owns BLOCK_V value channels of one head of one sequence and keeps the gradient
         of their state [K, BLOCK_V] in registers, from grad_final (None: zero) to grad_initial, over
-        the chunks in slots [low_slot, high_slot). Reads q, k and -W [64, K], A [64, 64] and grad
-        [64, BLOCK_V] of every chunk; writes dVh and the gradient of the state after each chunk.
+        the chunks in slots [low_slot, low_slot + n_here). Reads -W, Qg and Kg [64, K], A [64, 64]
+        and grad [64, BLOCK_V] of every chunk; writes dVh and the gradient of the state after each
+        chunk. What a chunk reads first is loaded during the chunk before.
         """
         BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-        NB: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
         pid = tl.program_id(0)
         v0 = (pid % BLOCKS_V) * BLOCK_V
         h = (pid // BLOCKS_V) % n_heads
         n = pid // BLOCKS_V // n_heads
         row, slot, first, end = sequence(bounds_ptr, n, n_frames, PACKED)
+        # Chunks of this sequence, counted from its first, that the segment holds.
         low = tl.maximum(low_slot - slot, 0)
-        high = tl.minimum(high_slot - slot, (end - first + 63) // 64)
-        n_chunks = tl.maximum(high - low, 0)
-        t0 = first + (high - 1) * 64
+        high = tl.minimum(low_slot + n_here - slot, (end - first + 63) // 64)
+        left = tl.maximum(high - low, 0)
         b = row.to(tl.int64)
-        t = t0.to(tl.int64)
+        t0 = first + (high - 1) * 64
         head = h.to(tl.int64)
-        q_ptr += b * stride_qb + t * stride_qt + head * stride_qh
-        k_ptr += b * stride_kb + t * stride_kt + head * stride_kh
-        grad_ptr += b * stride_ob + t * stride_ot + head * stride_oh + v0.to(tl.int64) * stride_ov
-        which = (n.to(tl.int64) * n_heads + h) * (K * V)
+        grad_ptr += b * stride_ob + head * stride_oh + v0.to(tl.int64) * stride_ov
+        grad_ptr += t0.to(tl.int64) * stride_ot
         cols = None if V % BLOCK_V == 0 else V - v0
+        keys = None if K == BLOCK_K else K
+        which = (n.to(tl.int64) * n_heads + h) * (K * V) + v0
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         if grad_final_ptr is not None:
-            grad_final_ptr += which
-        grad_initial_ptr += which
-        s0 = load_state(grad_final_ptr, v0, K, V, 0, BLOCK_K, BLOCK_V)
-        if NB > 1:
-            s1 = load_state(grad_final_ptr, v0, K, V, 1, BLOCK_K, BLOCK_V)
-        if NB > 2:
-            s2 = load_state(grad_final_ptr, v0, K, V, 2, BLOCK_K, BLOCK_V)
-        if NB > 3:
-            s3 = load_state(grad_final_ptr, v0, K, V, 3, BLOCK_K, BLOCK_V)
-        at = (b * n_slots + slot + high - 1) * n_heads + h
-        kept = (b * n_kept + slot + high - 1 - low_slot) * n_heads + h
-        for _ in range(n_chunks):
-            rows = end - t0
-            states = grad_states_ptr + kept * (K * V)
-            store_state(states, s0, v0, K, V, 0, BLOCK_K, BLOCK_V)
-            if NB > 1:
-                store_state(states, s1, v0, K, V, 1, BLOCK_K, BLOCK_V)
-            if NB > 2:
-                store_state(states, s2, v0, K, V, 2, BLOCK_K, BLOCK_V)
-            if NB > 3:
-                store_state(states, s3, v0, K, V, 3, BLOCK_K, BLOCK_V)
-            w = w_ptr + at * (64 * K)
-            gates = gates_ptr + at * (TILES * 64)
-            a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
-            grad = load_tile(grad_ptr, stride_ot, stride_ov, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
-            values = tl.dot(tl.trans(a), grad, input_precision=PRECISION) * scale
-            values = _read_grad_block(
-                values, s0, k_ptr, gates, stride_kt, stride_kk, rows,
-                0, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-            )  # fmt: skip
-            if NB > 1:
-                values = _read_grad_block(
-                    values, s1, k_ptr, gates, stride_kt, stride_kk, rows,
-                    1, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 2:
-                values = _read_grad_block(
-                    values, s2, k_ptr, gates, stride_kt, stride_kk, rows,
-                    2, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 3:
-                values = _read_grad_block(
-                    values, s3, k_ptr, gates, stride_kt, stride_kk, rows,
-                    3, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            values = values.to(DTYPE)
-            s0 = _write_grad_block(
-                s0, values, grad, q_ptr, w, gates, stride_qt, stride_qk, rows, scale,
-                0, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-            )  # fmt: skip
-            if NB > 1:
-                s1 = _write_grad_block(
-                    s1, values, grad, q_ptr, w, gates, stride_qt, stride_qk, rows, scale,
-                    1, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 2:
-                s2 = _write_grad_block(
-                    s2, values, grad, q_ptr, w, gates, stride_qt, stride_qk, rows, scale,
-                    2, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 3:
-                s3 = _write_grad_block(
-                    s3, values, grad, q_ptr, w, gates, stride_qt, stride_qk, rows, scale,
-                    3, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            store_tile(
-                grad_values_ptr + kept * (64 * V) + v0, values, V, 1, None, cols, 64, BLOCK_V, False
+            state = load_tile(
+                grad_final_ptr + which, V, 1, keys, cols, BLOCK_K, BLOCK_V, tl.float32, False
             )
-            t0 -= 64
-            q_ptr -= 64 * stride_qt
-            k_ptr -= 64 * stride_kt
-            grad_ptr -= 64 * stride_ot
+        at = (b * n_here + slot + high - 1 - low_slot) * n_heads + h
+        here = tl.where(left > 0, 64, 0)
+        rows = tl.where(left > 0, end - t0, 0)
+        k = load_tile(k_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
+        q = load_tile(q_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
+        a = load_tile(a_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
+        grad = load_tile(grad_ptr, stride_ot, stride_ov, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+        for _ in range(left):
+            w = load_tile(w_ptr + at * (64 * K), K, 1, None, keys, 64, BLOCK_K, DTYPE, False)
+            s = state.to(DTYPE)
+            values = tl.dot(tl.trans(a), grad, input_precision=PRECISION)
+            values = tl.dot(k, s, values, input_precision=PRECISION)
+            state *= chunk_decay(gates_ptr + at * (TILES * 64), K, WIDTH, BLOCK_K)
+            state = tl.dot(tl.trans(q), grad, state, input_precision=PRECISION)
+            store_tile(
+                grad_states_ptr + at * (K * V) + v0, s, V, 1, keys, cols, BLOCK_K, BLOCK_V, False
+            )
+            store_tile(
+                grad_values_ptr + at * (64 * V) + v0, values, V, 1, None, cols, 64, BLOCK_V, False
+            )
+            # Both factors negated: see the forward scan.
+            w = -w
+            minus = (-values).to(DTYPE)
             at -= n_heads
-            kept -= n_heads
-        store_state(grad_initial_ptr, s0, v0, K, V, 0, BLOCK_K, BLOCK_V)
-        if NB > 1:
-            store_state(grad_initial_ptr, s1, v0, K, V, 1, BLOCK_K, BLOCK_V)
-        if NB > 2:
-            store_state(grad_initial_ptr, s2, v0, K, V, 2, BLOCK_K, BLOCK_V)
-        if NB > 3:
-            store_state(grad_initial_ptr, s3, v0, K, V, 3, BLOCK_K, BLOCK_V)
+            left -= 1
+            grad_ptr -= 64 * stride_ot
+            here = tl.where(left > 0, 64, 0)
+            k = load_tile(k_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
+            q = load_tile(q_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
+            a = load_tile(a_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
+            grad = load_tile(grad_ptr, stride_ot, stride_ov, here, cols, 64, BLOCK_V, DTYPE, WIDE)
+            state = tl.dot(tl.trans(w), minus, state, input_precision=PRECISION)
+        store_tile(grad_initial_ptr + which, state, V, 1, keys, cols, BLOCK_K, BLOCK_V, False)
 
     @triton.jit
     def _delta_intra_bwd_kernel(
@@ -291,8 +162,7 @@ if triton is not None:
         n_frames,
         n_slots,
         low_slot,
-        high_slot,
-        n_kept,
+        n_here,
         stride_ob,
         stride_ot,
         stride_oh,
@@ -333,7 +203,6 @@ if triton is not None:
         state [K, V], M and P [64, 64]; writes dv, dbeta, and dA, dL and dW for the next kernel.
         """
         pid = tl.program_id(0)
-        n_here = high_slot - low_slot
         h = pid % n_heads
         slot = low_slot + (pid // n_heads) % n_here
         row = pid // n_heads // n_here
@@ -351,8 +220,8 @@ if triton is not None:
         grad_v_ptr += b * stride_db + t * stride_dt + head * stride_dh
         grad_beta_ptr += b * stride_eb + t * stride_et + head * stride_eh
         at = (b * n_slots + slot) * n_heads + h
-        kept = (b * n_kept + slot - low_slot) * n_heads + h
-        gates_ptr += at * (TILES * 64)
+        kept = (b * n_here + slot - low_slot) * n_heads + h
+        gates_ptr += kept * (TILES * 64)
         values_ptr += at * (64 * V)
         states_ptr += at * (K * V)
         grad_values_ptr += kept * (64 * V)
@@ -362,7 +231,7 @@ if triton is not None:
         EVEN_V: tl.constexpr = V % BLOCK_V == 0
         BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
         beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
-        inverse = load_tile(m_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
+        inverse = load_tile(m_ptr + kept * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
 
         grad_a = tl.zeros([64, 64], tl.float32)
         grad_t = tl.zeros([64, 64], tl.float32)
@@ -422,7 +291,7 @@ if triton is not None:
         grad_l = tl.dot(tl.trans(inverse), link, input_precision=PRECISION)
         grad_l = tl.where(i[:, None] > i[None, :], -grad_l, 0.0)
         store_tile(grad_l_ptr + kept * 4096, grad_l, 64, 1, None, None, 64, 64, False)
-        p = load_tile(p_ptr + at * 4096, 64, 1, None, None, 64, 64, tl.float32, False)
+        p = load_tile(p_ptr + kept * 4096, 64, 1, None, None, 64, 64, tl.float32, False)
         grad_beta += tl.sum(grad_l * p, 1)
         tl.store(
             grad_beta_ptr + i * stride_et,
@@ -454,8 +323,7 @@ if triton is not None:
         n_frames,
         n_slots,
         low_slot,
-        high_slot,
-        n_kept,
+        n_here,
         stride_ob,
         stride_ot,
         stride_oh,
@@ -501,7 +369,6 @@ if triton is not None:
         the state and its gradient [width, V], M, dA and dL [64, 64].
         """
         pid = tl.program_id(0)
-        n_here = high_slot - low_slot
         tile = pid % TILES
         h = (pid // TILES) % n_heads
         slot = low_slot + (pid // TILES // n_heads) % n_here
@@ -523,7 +390,7 @@ if triton is not None:
         grad_k_ptr += b * stride_db + t * stride_dt + head * stride_dh + first
         grad_g_ptr += b * stride_eb + t * stride_et + head * stride_eh + tile
         at = (b * n_slots + slot) * n_heads + h
-        kept = (b * n_kept + slot - low_slot) * n_heads + h
+        kept = (b * n_here + slot - low_slot) * n_heads + h
         values_ptr += at * (64 * V)
         states_ptr += at * (K * V) + first * V
         grad_states_ptr += kept * (K * V) + first * V
@@ -534,8 +401,8 @@ if triton is not None:
         EVEN_W: tl.constexpr = WIDTH % BLOCK_W == 0
         EVEN_V: tl.constexpr = V % BLOCK_V == 0
         BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
-        gate = tl.load(gates_ptr + at * (TILES * 64) + tile * 64 + i)
-        last = tl.load(gates_ptr + at * (TILES * 64) + tile * 64 + 63)
+        gate = tl.load(gates_ptr + kept * (TILES * 64) + tile * 64 + i)
+        last = tl.load(gates_ptr + kept * (TILES * 64) + tile * 64 + 63)
         beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
         grad_gate = tl.zeros([64], tl.float32)
         grad_last = tl.zeros([BLOCK_W], tl.float32)
@@ -571,7 +438,7 @@ if triton is not None:
             grad_q *= (scale * tl.exp2(gate))[:, None]
             minus = grad_k * tl.exp2(last - gate)[:, None]
             carried = tl.sum(tl.sum(minus * k.to(tl.float32), 1), 0)
-            inverse = load_tile(m_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
+            inverse = load_tile(m_ptr + kept * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             grad_w = load_tile(grad_w_ptr + c0, K, 1, None, cols_k, 64, BLOCK_W, DTYPE, False)
             plus = tl.dot(tl.trans(inverse), grad_w, input_precision=PRECISION)
             plus *= (beta * tl.exp2(gate))[:, None]
@@ -612,7 +479,7 @@ def launch_delta_backward(
     Returns the gradients of q, k, v, g, beta and initial_state, dense, in the dtypes of these
     (float32 for a state that was None).
     """
-    gates, a, m, p, w, values, states = saved
+    values, states = saved
     batch, frames, heads, key_dim = q.shape
     value_dim = v.shape[3]
     _, n_seqs, packed, n_slots = sizes(q, v, g, bounds)
@@ -621,59 +488,50 @@ def launch_delta_backward(
     grad_q, grad_k, grad_v, grad_g, grad_beta = (
         new(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, g, beta)
     )
-    grad_initial = torch.empty(
+    grad_state = torch.zeros(
         (n_seqs, heads, key_dim, value_dim), dtype=torch.float32, device=q.device
     )
+    if grad_final_state is not None:
+        grad_state.copy_(grad_final_state)
     if bounds is not None:
         bounds = bounds.contiguous()
-    if grad_final_state is not None:
-        grad_final_state = grad_final_state.contiguous()
-    carried = grad_final_state
-    kept = max(1, -(-n_slots // SEGMENTS), -(-FULL_DEVICE // max(1, batch * heads)))
-    kept = min(kept, n_slots)
-    lead = (batch * kept, heads)
-    grad_values = values.new_empty((*lead, CHUNK, value_dim))
-    grad_states = values.new_empty((*lead, key_dim, value_dim))
-    grad_w = values.new_empty((*lead, CHUNK, key_dim))
-    grad_a = values.new_empty((*lead, CHUNK, CHUNK))
-    grad_l = torch.empty_like(grad_a)
+    span = max(1, -(-n_slots // SEGMENTS), -(-FULL_DEVICE // max(1, batch * heads)))
     options = common(q, v, g, packed)
     tiles = scan_tiles(q, v, n_seqs * heads)
-    block_w, block_v = block_of(options["WIDTH"]), block_of(value_dim)
+    blocks = dict(BLOCK_W=block_of(options["WIDTH"]), BLOCK_V=block_of(value_dim))
     scan_grid = (n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)
-    numbers = (heads, frames, n_slots)
     with on_device(q):
-        for high in range(n_slots, 0, -kept) or (0,):
-            low = max(0, high - kept)
+        for high in range(n_slots if grad_state.numel() > 0 else 0, 0, -span):
+            low = max(0, high - span)
             here = batch * (high - low) * heads
+            gates, a, m, p, w, q_decayed, k_decayed = launch_intra(
+                q, k, v, g, beta, bounds, scale, low, high, False
+            )
+            # After the scan dA takes the place of A and dW that of -W.
+            grad_values = values.new_empty((here, CHUNK, value_dim))
+            grad_states = values.new_empty((here, key_dim, value_dim))
+            grad_l = torch.empty_like(p)
             _delta_scan_bwd_kernel[scan_grid](
-                grad_out, carried, grad_initial, q, k, bounds, gates, a, w,
-                grad_values, grad_states, *numbers, low, high, kept,
-                *grad_out.stride(), *q.stride(), *k.stride(), scale,
-                V=value_dim, BLOCK_K=block_of(key_dim), WIDE=wide(grad_out, q, k),
-                **options, **tiles,
+                grad_out, grad_state, grad_state, bounds, gates, a, w, q_decayed, k_decayed,
+                grad_values, grad_states, heads, frames, low, high - low, *grad_out.stride(),
+                V=value_dim, WIDE=wide(grad_out), **options, **tiles,
             )  # fmt: skip
-            carried = grad_initial
-            if here == 0:
-                break
             _delta_intra_bwd_kernel[(here,)](
                 grad_out, k, v, beta, grad_v, grad_beta, bounds, gates, m, p, values, states,
-                grad_values, grad_a, grad_l, grad_w, n_seqs, *numbers, low, high, kept,
+                grad_values, a, grad_l, w, n_seqs, heads, frames, n_slots, low, high - low,
                 *grad_out.stride(), *k.stride(), *v.stride(), *beta.stride(),
                 *grad_v.stride()[:3], *grad_beta.stride(), scale,
-                V=value_dim, BLOCK_W=block_w, BLOCK_V=block_v,
-                WIDE=wide(grad_out, k, v, beta[..., None]),
-                num_warps=4, num_stages=1, **options,
+                WIDE=wide(grad_out, k, v, beta[..., None]), V=value_dim,
+                num_warps=4, num_stages=1, **options, **blocks,
             )  # fmt: skip
             _delta_tile_bwd_kernel[(here * options["TILES"],)](
                 grad_out, q, k, g, beta, grad_q, grad_k, grad_g, bounds, gates, m, values, states,
-                grad_states, grad_a, grad_l, grad_w, n_seqs, *numbers, low, high, kept,
+                grad_states, a, grad_l, w, n_seqs, heads, frames, n_slots, low, high - low,
                 *grad_out.stride(), *q.stride(), *k.stride(), *g.stride(), *beta.stride(),
                 *grad_q.stride()[:3], *grad_g.stride()[:3], scale,
-                V=value_dim, BLOCK_W=block_w, BLOCK_V=block_v,
-                WIDE=wide(grad_out, q, k, g, beta[..., None]),
-                num_warps=4, num_stages=1, **options,
+                WIDE=wide(grad_out, q, k, g, beta[..., None]), V=value_dim,
+                num_warps=4, num_stages=1, **options, **blocks,
             )  # fmt: skip
     if initial_state is not None:
-        grad_initial = grad_initial.to(initial_state.dtype)
-    return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_initial
+        grad_state = grad_state.to(initial_state.dtype)
+    return grad_q, grad_k, grad_v, grad_g, grad_beta, grad_state
