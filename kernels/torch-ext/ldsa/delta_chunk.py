@@ -79,7 +79,10 @@ if triton is not None:
         DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """[ROWS, COLS] from ptr on, 0 from row `rows` and column `cols` on (None: all are there)."""
+        """[ROWS, COLS] from ptr on, 0 from row `rows` and column `cols` on (None: all are there).
+
+        DTYPE None keeps the type.
+        """
         r = tl.arange(0, ROWS)
         c = tl.arange(0, COLS)
         if WIDE:
@@ -90,12 +93,14 @@ if triton is not None:
             if cols is None:
                 x = tl.load(ptr + at)
             else:
-                x = tl.load(ptr + at, mask=(c < cols)[None, :], other=0.0)
+                x = tl.load(ptr + at, mask=(c < cols)[None, :], other=0)
         elif cols is None:
-            x = tl.load(ptr + at, mask=(r < rows)[:, None], other=0.0)
+            x = tl.load(ptr + at, mask=(r < rows)[:, None], other=0)
         else:
-            x = tl.load(ptr + at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)
-        return x.to(DTYPE)
+            x = tl.load(ptr + at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0)
+        if DTYPE is not None:
+            x = x.to(DTYPE)
+        return x
 
     @triton.jit
     def store_tile(
@@ -185,9 +190,8 @@ if triton is not None:
         m_ptr,
         p_ptr,
         t_ptr,
-        w_ptr,
-        q_out_ptr,
-        k_out_ptr,
+        pair_ptr,
+        single_ptr,
         n_seqs,
         n_heads,
         n_frames,
@@ -222,8 +226,9 @@ if triton is not None:
 
         One program owns one chunk of one head. Reads q and k [64, K], g [64, tiles], beta [64];
         writes the gate sums G (as powers of two) [tiles, 64], A times scale and T = M diag(beta)
-        [64, 64], -W = -T Kd, Qg times scale and Kg [64, K]; for the backward pass M and P instead
-        of T. The pointers of what is not wanted are None.
+        [64, 64], and of -W = -T Kd, Qg times scale and Kg [64, K] two packed in words and one alone:
+        (-W, Qg) and Kg for the forward scan; without a t_ptr, for the backward pass, (Kg, Qg) and
+        -W, and M and P instead of T.
         """
         pid = tl.program_id(0)
         h = pid % n_heads
@@ -241,9 +246,8 @@ if triton is not None:
         beta_ptr += b * stride_bb + t * stride_bt + h.to(tl.int64) * stride_bh
         at = pid.to(tl.int64)
         gates_ptr += at * (TILES * 64)
-        w_ptr += at * (64 * K)
-        q_out_ptr += at * (64 * K)
-        k_out_ptr += at * (64 * K)
+        pair_ptr += at * (64 * K)
+        single_ptr += at * (64 * K)
         i = tl.arange(0, 64)
         EVEN: tl.constexpr = WIDTH % BLOCK_W == 0
         BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
@@ -305,11 +309,43 @@ if triton is not None:
                     q_ptr + c * stride_qk,
                     stride_qt, stride_qk, rows, cols, 64, BLOCK_W, tl.float32, WIDE,
                 )  # fmt: skip
-                queries *= forget * scale
-                store_tile(q_out_ptr + c, queries, K, 1, None, cols, 64, BLOCK_W, False)
-                store_tile(k_out_ptr + c, keys * remain, K, 1, None, cols, 64, BLOCK_W, False)
+                queries = (queries * (forget * scale)).to(DTYPE)
                 w = tl.dot(weights, (keys * forget).to(DTYPE), input_precision=PRECISION)
-                store_tile(w_ptr + c, -w, K, 1, None, cols, 64, BLOCK_W, False)
+                w = (-w).to(DTYPE)
+                keys = (keys * remain).to(DTYPE)
+                if t_ptr is not None:
+                    pair = pack(w, queries)
+                    single = keys
+                else:
+                    pair = pack(keys, queries)
+                    single = w
+                store_tile(pair_ptr + c, pair, K, 1, None, cols, 64, BLOCK_W, False)
+                store_tile(single_ptr + c, single, K, 1, None, cols, 64, BLOCK_W, False)
+
+    @triton.jit
+    def pack(x, y):
+        """The bits of x and y in one word.
+
+        A loop carries 16-bit numbers in a register each; two in a word need half the registers.
+        """
+        if x.dtype.primitive_bitwidth == 16:
+            low = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            word = low | (y.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        else:
+            low = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
+            word = low | (y.to(tl.int32, bitcast=True).to(tl.int64) << 32)
+        return word
+
+    @triton.jit
+    def unpack(word, DTYPE: tl.constexpr):
+        """The x and y that pack has packed."""
+        if DTYPE.primitive_bitwidth == 16:
+            x = word.to(tl.int16).to(DTYPE, bitcast=True)
+            y = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+        else:
+            x = word.to(tl.int32).to(DTYPE, bitcast=True)
+            y = (word >> 32).to(tl.int32).to(DTYPE, bitcast=True)
+        return x, y
 
     @triton.jit
     def chunk_decay(gates_ptr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
@@ -328,8 +364,7 @@ if triton is not None:
         gates_ptr,
         a_ptr,
         t_ptr,
-        w_ptr,
-        q_ptr,
+        wq_ptr,
         k_ptr,
         values_ptr,
         states_ptr,
@@ -384,17 +419,22 @@ if triton is not None:
         at = (b * n_slots + slot) * n_heads + h
         rows = end - first
         here = tl.where(rows > 0, 64, 0)
-        w = load_tile(w_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
-        q = load_tile(q_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
-        weights = load_tile(t_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
-        a = load_tile(a_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
-        v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+        wq = load_tile(wq_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, None, False)
         for _ in range((rows + 63) // 64):
+            weights = load_tile(t_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
+            v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+            a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             k = load_tile(k_ptr + at * (64 * K), K, 1, None, keys, 64, BLOCK_K, DTYPE, False)
+            w, q = unpack(wq, DTYPE)
             s = state.to(DTYPE)
-            values = tl.dot(weights, v, input_precision=PRECISION)
-            values = tl.dot(w, s, values, input_precision=PRECISION)
+            values = tl.dot(w, s, input_precision=PRECISION)
             out = tl.dot(q, s, input_precision=PRECISION)
+            # Factors negated in pairs: tiles that need no arithmetic are copied to shared memory
+            # right after their loads, which waits for these before the products above.
+            values = tl.dot(-weights, -v, values, input_precision=PRECISION)
+            minus = (-values).to(DTYPE)
+            out = tl.dot(-a, minus, out, input_precision=PRECISION)
+            k = -k
             if SAVE:
                 store_tile(
                     states_ptr + at * (K * V) + v0, s, V, 1, keys, cols, BLOCK_K, BLOCK_V, False
@@ -402,23 +442,14 @@ if triton is not None:
                 store_tile(
                     values_ptr + at * (64 * V) + v0, values, V, 1, None, cols, 64, BLOCK_V, False
                 )
-            state *= chunk_decay(gates_ptr + at * (TILES * 64), K, WIDTH, BLOCK_K)
-            # Both factors negated: a copy of k to shared memory that follows its load at once, as
-            # one that needs no arithmetic does, would wait for it before all of the above.
-            k = -k
-            minus = (-values).to(DTYPE)
-            out = tl.dot(a, values.to(DTYPE), out, input_precision=PRECISION)
             store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
+            state *= chunk_decay(gates_ptr + at * (TILES * 64), K, WIDTH, BLOCK_K)
             at += n_heads
             rows -= 64
             v_ptr += 64 * stride_vt
             out_ptr += 64 * stride_ot
             here = tl.where(rows > 0, 64, 0)
-            w = load_tile(w_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
-            q = load_tile(q_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
-            weights = load_tile(t_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
-            a = load_tile(a_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
-            v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+            wq = load_tile(wq_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, None, False)
             state = tl.dot(tl.trans(k), minus, state, input_precision=PRECISION)
         store_tile(final_ptr + which, state, V, 1, keys, cols, BLOCK_K, BLOCK_V, False)
 
@@ -539,6 +570,8 @@ def sizes(q, v, g, bounds):
 
 def operand_dtype(q, v):
     """dtype of the matrix products' operands and of what is kept between kernels."""
+    if INTERPRETED:  # its bf16 arithmetic is wrong; float32 stands in for the tensor cores'
+        return torch.float32
     return torch.promote_types(q.dtype, v.dtype)
 
 
@@ -562,26 +595,28 @@ def launch_intra(q, k, v, g, beta, bounds, scale, low, high, forward):
     """Run the intra-chunk kernel for the slots [low, high) of every row.
 
     Returns gates [B·(high - low), H, tiles, 64] float32; A, then T if `forward`, else M and P
-    [.., 64, 64]; -W, Qg and Kg [.., 64, K].
+    [.., 64, 64]; -W and Qg packed, and Kg if `forward`, else Kg and Qg packed, and -W [.., 64, K].
     """
     batch, n_seqs, packed, _ = sizes(q, v, g, bounds)
     heads, key_dim = q.shape[2:]
-    lead, like = (batch * (high - low), heads), dict(dtype=operand_dtype(q, v), device=q.device)
-    gates = torch.empty((*lead, g.shape[3], CHUNK), dtype=torch.float32, device=q.device)
-    squares = [torch.empty((*lead, CHUNK, CHUNK), **like) for _ in range(2 if forward else 3)]
-    wides = [torch.empty((*lead, CHUNK, key_dim), **like) for _ in range(3)]
+    lead, dtype = (batch * (high - low), heads), operand_dtype(q, v)
+    new = q.new_empty
+    gates = new((*lead, g.shape[3], CHUNK), dtype=torch.float32)
+    squares = [new((*lead, CHUNK, CHUNK), dtype=dtype) for _ in range(2 if forward else 3)]
+    pair = new((*lead, CHUNK, key_dim), dtype=torch.int32 if dtype.itemsize == 2 else torch.int64)
+    single = new((*lead, CHUNK, key_dim), dtype=dtype)
     a, *inverse = squares
     m, p, weights = (None, None, *inverse) if forward else (*inverse, None)
     if gates.numel() > 0:
         options = common(q, v, g, packed)
         _delta_intra_fwd_kernel[(lead[0] * heads,)](
-            q, k, g, beta, bounds, gates, a, m, p, weights, *wides,
+            q, k, g, beta, bounds, gates, a, m, p, weights, pair, single,
             n_seqs, heads, q.shape[1], low, high - low,
             *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
             BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
             num_warps=4, num_stages=1, **options,
         )  # fmt: skip
-    return (gates, *squares, *wides)
+    return (gates, *squares, pair, single)
 
 
 def wide(*tensors):
@@ -605,8 +640,7 @@ def common(q, v, g, packed):
         TILES=g.shape[3],
         WIDTH=q.shape[3] // g.shape[3],
         PACKED=packed,
-        # The interpreter's bf16 arithmetic is wrong; its fp32 stands in for the tensor cores'.
-        DTYPE=tl.float32 if INTERPRETED else dtype,
+        DTYPE=dtype,
         # Three TF32 products lose no more than float32 does, and run on tensor cores.
         PRECISION="tf32x3" if cuda else "ieee",
     )
@@ -666,12 +700,12 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
             )  # fmt: skip
             return out, final, saved
         values, states = saved if save else (None, None)
-        gates, a, weights, w, q_decayed, k_decayed = launch_intra(
+        gates, a, weights, wq, k_decayed = launch_intra(
             q, k, v, g, beta, bounds, scale, 0, n_slots, True
         )
         tiles = scan_tiles(q, v, n_seqs * heads)
         _delta_scan_fwd_kernel[(n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)](
-            v, out, initial_state, final, bounds, gates, a, weights, w, q_decayed, k_decayed,
+            v, out, initial_state, final, bounds, gates, a, weights, wq, k_decayed,
             values, states, heads, frames, n_slots, *v.stride(), *out.stride()[:3],
             V=value_dim, SAVE=save, WIDE=wide(v, out), **options, **tiles,
         )  # fmt: skip

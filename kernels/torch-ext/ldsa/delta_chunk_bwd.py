@@ -40,6 +40,7 @@ if triton is not None:
         load_tile,
         sequence,
         store_tile,
+        unpack,
     )
 
     @triton.jit
@@ -50,9 +51,8 @@ if triton is not None:
         bounds_ptr,
         gates_ptr,
         a_ptr,
+        kq_ptr,
         w_ptr,
-        q_ptr,
-        k_ptr,
         grad_values_ptr,
         grad_states_ptr,
         n_heads,
@@ -107,35 +107,33 @@ if triton is not None:
             )
         at = (b * n_here + slot + high - 1 - low_slot) * n_heads + h
         here = tl.where(left > 0, 64, 0)
-        rows = tl.where(left > 0, end - t0, 0)
-        k = load_tile(k_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
-        q = load_tile(q_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
-        a = load_tile(a_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
-        grad = load_tile(grad_ptr, stride_ot, stride_ov, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+        kq = load_tile(kq_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, None, False)
+        rows = end - t0
         for _ in range(left):
+            a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
+            grad = load_tile(grad_ptr, stride_ot, stride_ov, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
             w = load_tile(w_ptr + at * (64 * K), K, 1, None, keys, 64, BLOCK_K, DTYPE, False)
+            k, q = unpack(kq, DTYPE)
             s = state.to(DTYPE)
-            values = tl.dot(tl.trans(a), grad, input_precision=PRECISION)
-            values = tl.dot(k, s, values, input_precision=PRECISION)
-            state *= chunk_decay(gates_ptr + at * (TILES * 64), K, WIDTH, BLOCK_K)
-            state = tl.dot(tl.trans(q), grad, state, input_precision=PRECISION)
+            values = tl.dot(k, s, input_precision=PRECISION)
+            values = tl.dot(tl.trans(a), grad, values, input_precision=PRECISION)
+            minus = (-values).to(DTYPE)
+            # Negated together with the values: see the forward scan.
+            w = -w
             store_tile(
                 grad_states_ptr + at * (K * V) + v0, s, V, 1, keys, cols, BLOCK_K, BLOCK_V, False
             )
             store_tile(
                 grad_values_ptr + at * (64 * V) + v0, values, V, 1, None, cols, 64, BLOCK_V, False
             )
-            # Both factors negated: see the forward scan.
-            w = -w
-            minus = (-values).to(DTYPE)
+            state *= chunk_decay(gates_ptr + at * (TILES * 64), K, WIDTH, BLOCK_K)
+            state = tl.dot(tl.trans(q), grad, state, input_precision=PRECISION)
             at -= n_heads
             left -= 1
+            rows = 64
             grad_ptr -= 64 * stride_ot
             here = tl.where(left > 0, 64, 0)
-            k = load_tile(k_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
-            q = load_tile(q_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, DTYPE, False)
-            a = load_tile(a_ptr + at * 4096, 64, 1, here, None, 64, 64, DTYPE, False)
-            grad = load_tile(grad_ptr, stride_ot, stride_ov, here, cols, 64, BLOCK_V, DTYPE, WIDE)
+            kq = load_tile(kq_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, None, False)
             state = tl.dot(tl.trans(w), minus, state, input_precision=PRECISION)
         store_tile(grad_initial_ptr + which, state, V, 1, keys, cols, BLOCK_K, BLOCK_V, False)
 
@@ -504,7 +502,7 @@ def launch_delta_backward(
         for high in range(n_slots if grad_state.numel() > 0 else 0, 0, -span):
             low = max(0, high - span)
             here = batch * (high - low) * heads
-            gates, a, m, p, w, q_decayed, k_decayed = launch_intra(
+            gates, a, m, p, kq, w = launch_intra(
                 q, k, v, g, beta, bounds, scale, low, high, False
             )
             # After the scan dA takes the place of A and dW that of -W.
@@ -512,7 +510,7 @@ def launch_delta_backward(
             grad_states = values.new_empty((here, key_dim, value_dim))
             grad_l = torch.empty_like(p)
             _delta_scan_bwd_kernel[scan_grid](
-                grad_out, grad_state, grad_state, bounds, gates, a, w, q_decayed, k_decayed,
+                grad_out, grad_state, grad_state, bounds, gates, a, kq, w,
                 grad_values, grad_states, heads, frames, low, high - low, *grad_out.stride(),
                 V=value_dim, WIDE=wide(grad_out), **options, **tiles,
             )  # fmt: skip
