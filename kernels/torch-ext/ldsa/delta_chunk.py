@@ -140,12 +140,6 @@ if triton is not None:
         return tl.load(ptr + at, mask=r < rows, other=0.0).to(tl.float32)
 
     @triton.jit
-    def gate_sums(g_ptr, stride_t, stride_n, tile, rows, WIDE: tl.constexpr):
-        """Inclusive sums [64] of a tile's gates over a chunk, as powers of two."""
-        gate = load_rows(g_ptr + tile * stride_n, stride_t, rows, WIDE)
-        return tl.cumsum(tl.maximum(gate, MIN_GATE) * LOG2E, 0)
-
-    @triton.jit
     def decay_between(gates_rows, gates_cols, LOWER: tl.constexpr):
         """E[i, j] = 2 ** (G_i - G_j) for i >= j, else 0, with i along rows if LOWER, else columns.
 
@@ -187,16 +181,12 @@ if triton is not None:
         bounds_ptr,
         gates_ptr,
         a_ptr,
-        m_ptr,
-        p_ptr,
-        t_ptr,
-        pair_ptr,
-        single_ptr,
+        inverse_ptr,
+        adjoint_ptr,
         n_seqs,
         n_heads,
         n_frames,
-        low_slot,
-        n_here,
+        n_slots,
         stride_qb,
         stride_qt,
         stride_qh,
@@ -222,32 +212,30 @@ if triton is not None:
         PRECISION: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """What a chunk needs but for the state: M = (I + L)^-1, L = diag(beta) P, and its products.
+        """A = scale sum E Y and (I + P diag(beta))^-1, P = strict_lower(sum E X), sums over tiles.
 
-        One program owns one chunk of one head. Reads q and k [64, K], g [64, tiles], beta [64];
-        writes the gate sums G (as powers of two) [tiles, 64], A times scale and T = M diag(beta)
-        [64, 64], and of -W = -T Kd, Qg times scale and Kg [64, K] two packed in words and one alone:
-        (-W, Qg) and Kg for the forward scan; without a t_ptr, for the backward pass, (Kg, Qg) and
-        -W, and M and P instead of T.
+        X = K K^T and Y = Q K^T per tile. One program owns one chunk of one head. Reads q and k
+        [64, K], g [64, tiles], beta [64]; writes the gate sums G (as powers of two) [tiles, 64], A
+        and the inverse [64, 64] and, where adjoint_ptr is given, M = (I + diag(beta) P)^-1 for the
+        backward pass.
         """
         pid = tl.program_id(0)
         h = pid % n_heads
-        slot = low_slot + (pid // n_heads) % n_here
-        row = pid // n_heads // n_here
+        slot = (pid // n_heads) % n_slots
+        row = pid // n_heads // n_slots
         t0, end = chunk_at(bounds_ptr, row, slot, n_seqs, n_frames, PACKED)
         rows = end - t0
         if rows <= 0:
             return
         b = row.to(tl.int64)
         t = t0.to(tl.int64)
-        q_ptr += b * stride_qb + t * stride_qt + h.to(tl.int64) * stride_qh
-        k_ptr += b * stride_kb + t * stride_kt + h.to(tl.int64) * stride_kh
-        g_ptr += b * stride_gb + t * stride_gt + h.to(tl.int64) * stride_gh
-        beta_ptr += b * stride_bb + t * stride_bt + h.to(tl.int64) * stride_bh
+        head = h.to(tl.int64)
+        q_ptr += b * stride_qb + t * stride_qt + head * stride_qh
+        k_ptr += b * stride_kb + t * stride_kt + head * stride_kh
+        g_ptr += b * stride_gb + t * stride_gt + head * stride_gh
+        beta_ptr += b * stride_bb + t * stride_bt + head * stride_bh
         at = pid.to(tl.int64)
         gates_ptr += at * (TILES * 64)
-        pair_ptr += at * (64 * K)
-        single_ptr += at * (64 * K)
         i = tl.arange(0, 64)
         EVEN: tl.constexpr = WIDTH % BLOCK_W == 0
         BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
@@ -255,7 +243,8 @@ if triton is not None:
         p = tl.zeros([64, 64], tl.float32)
         a = tl.zeros([64, 64], tl.float32)
         for tile in range(TILES):
-            gate = gate_sums(g_ptr, stride_gt, stride_gn, tile, rows, WIDE)
+            gate = load_rows(g_ptr + tile * stride_gn, stride_gt, rows, WIDE)
+            gate = tl.cumsum(tl.maximum(gate, MIN_GATE) * LOG2E, 0)
             tl.store(gates_ptr + tile * 64 + i, gate)
             x = tl.zeros([64, 64], tl.float32)
             y = tl.zeros([64, 64], tl.float32)
@@ -276,108 +265,147 @@ if triton is not None:
         store_tile(a_ptr + at * 4096, a * scale, 64, 1, None, None, 64, 64, False)
         p = tl.where(i[:, None] > i[None, :], p, 0.0)
         beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
-        lower = beta[:, None] * p
-        if p_ptr is not None:
-            store_tile(p_ptr + at * 4096, p, 64, 1, None, None, 64, 64, False)
-
-        inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        inverse = _join_blocks(inverse, lower, 1, PRECISION)
+        lower = p * beta[None, :]
+        eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        inverse = _join_blocks(eye, lower, 1, PRECISION)
         inverse = _join_blocks(inverse, lower, 2, PRECISION)
         inverse = _join_blocks(inverse, lower, 4, PRECISION)
         inverse = _join_blocks(inverse, lower, 8, PRECISION)
         inverse = _join_blocks(inverse, lower, 16, PRECISION)
         inverse = _join_blocks(inverse, lower, 32, PRECISION)
-        if m_ptr is not None:
-            store_tile(m_ptr + at * 4096, inverse, 64, 1, None, None, 64, 64, False)
-        weights = (inverse * beta[None, :]).to(DTYPE)
-        if t_ptr is not None:
-            store_tile(t_ptr + at * 4096, weights, 64, 1, None, None, 64, 64, False)
-
-        for tile in range(TILES):
-            gate = gate_sums(g_ptr, stride_gt, stride_gn, tile, rows, WIDE)
-            last = tl.sum(tl.where(i == 63, gate, 0.0), 0)
-            forget = tl.exp2(gate)[:, None]
-            remain = tl.exp2(last - gate)[:, None]
-            for block in tl.static_range(BLOCKS):
-                c = tl.cast(tile * WIDTH + block * BLOCK_W, tl.int64)
-                cols = None if EVEN else WIDTH - block * BLOCK_W
-                keys = load_tile(
-                    k_ptr + c * stride_kk,
-                    stride_kt, stride_kk, rows, cols, 64, BLOCK_W, tl.float32, WIDE,
-                )  # fmt: skip
-                queries = load_tile(
-                    q_ptr + c * stride_qk,
-                    stride_qt, stride_qk, rows, cols, 64, BLOCK_W, tl.float32, WIDE,
-                )  # fmt: skip
-                queries = (queries * (forget * scale)).to(DTYPE)
-                w = tl.dot(weights, (keys * forget).to(DTYPE), input_precision=PRECISION)
-                w = (-w).to(DTYPE)
-                keys = (keys * remain).to(DTYPE)
-                if t_ptr is not None:
-                    pair = pack(w, queries)
-                    single = keys
-                else:
-                    pair = pack(keys, queries)
-                    single = w
-                store_tile(pair_ptr + c, pair, K, 1, None, cols, 64, BLOCK_W, False)
-                store_tile(single_ptr + c, single, K, 1, None, cols, 64, BLOCK_W, False)
+        store_tile(inverse_ptr + at * 4096, inverse, 64, 1, None, None, 64, 64, False)
+        if adjoint_ptr is not None:
+            adjoint = eye - beta[:, None] * tl.dot(inverse, p, input_precision=PRECISION)
+            store_tile(adjoint_ptr + at * 4096, adjoint, 64, 1, None, None, 64, 64, False)
 
     @triton.jit
-    def pack(x, y):
-        """The bits of x and y in one word.
+    def block_gates(
+        gates_ptr,
+        BLOCK: tl.constexpr,
+        K: tl.constexpr,
+        WIDTH: tl.constexpr,
+        BLOCK_K: tl.constexpr,
+        ONE_GATE: tl.constexpr,
+    ):
+        """Of one block of key channels: e^G, e^(G_C - G), both for [64, BLOCK_K], and e^(G_C).
 
-        A loop carries 16-bit numbers in a register each; two in a word need half the registers.
+        Where the block lies in one tile (ONE_GATE) these are [64, 1], [64, 1] and a scalar, else
+        [64, BLOCK_K], [64, BLOCK_K] and [BLOCK_K, 1].
         """
-        if x.dtype.primitive_bitwidth == 16:
-            low = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-            word = low | (y.to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        i = tl.arange(0, 64)[:, None]
+        if ONE_GATE:
+            gates_ptr += BLOCK * BLOCK_K // WIDTH * 64
+            sums = tl.load(gates_ptr + i)
+            last = tl.load(gates_ptr + 63)
+            remain = tl.exp2(last - sums)
         else:
-            low = x.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF
-            word = low | (y.to(tl.int32, bitcast=True).to(tl.int64) << 32)
-        return word
+            c = BLOCK * BLOCK_K + tl.arange(0, BLOCK_K)
+            row = c[None, :]
+            sums = tl.load(gates_ptr + row // WIDTH * 64 + i, mask=row < K, other=0.0)
+            last = tl.load(gates_ptr + row // WIDTH * 64 + 63, mask=row < K, other=0.0)
+            remain = tl.exp2(last - sums)
+            column = c[:, None]
+            last = tl.load(gates_ptr + column // WIDTH * 64 + 63, mask=column < K, other=0.0)
+        return tl.exp2(sums), remain, tl.exp2(last)
 
     @triton.jit
-    def unpack(word, DTYPE: tl.constexpr):
-        """The x and y that pack has packed."""
-        if DTYPE.primitive_bitwidth == 16:
-            x = word.to(tl.int16).to(DTYPE, bitcast=True)
-            y = (word >> 16).to(tl.int16).to(DTYPE, bitcast=True)
+    def read_state(
+        total, x, state, factor, ONE_GATE: tl.constexpr, DTYPE: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """total + (x factor) state; one gate scales the rows of a plain product instead of x."""
+        if ONE_GATE:
+            total += factor * tl.dot(x, state, input_precision=PRECISION)
         else:
-            x = word.to(tl.int32).to(DTYPE, bitcast=True)
-            y = (word >> 32).to(tl.int32).to(DTYPE, bitcast=True)
-        return x, y
+            total = tl.dot((x * factor).to(DTYPE), state, total, input_precision=PRECISION)
+        return total
 
     @triton.jit
-    def chunk_decay(gates_ptr, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK_K: tl.constexpr):
-        """e^(G_C) [BLOCK_K, 1] of each key channel: what a whole chunk leaves of the state."""
-        c = tl.arange(0, BLOCK_K)
-        last = tl.load(gates_ptr + (c // WIDTH) * 64 + 63, mask=c < K, other=0.0)
-        return tl.exp2(last)[:, None]
+    def write_state(
+        state, x, values, factor, ONE_GATE: tl.constexpr, DTYPE: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """state + (x factor)^T values; one gate scales the rows of the values instead of x."""
+        if ONE_GATE:
+            values = values * factor
+        else:
+            x = (x * factor).to(DTYPE)
+        return tl.dot(tl.trans(x), values.to(DTYPE), state, input_precision=PRECISION)
+
+    @triton.jit
+    def load_block(
+        ptr, stride_t, stride_k, rows, BLOCK: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+        DTYPE: tl.constexpr, WIDE: tl.constexpr,
+    ):  # fmt: skip
+        """[64, BLOCK_K] of q or k: one block of key channels."""
+        c0 = tl.cast(BLOCK * BLOCK_K, tl.int64)
+        cols = None if (BLOCK + 1) * BLOCK_K <= K else K - BLOCK * BLOCK_K
+        return load_tile(
+            ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
+        )
+
+    @triton.jit
+    def load_state(
+        ptr, v0, BLOCK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+        BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    ):  # fmt: skip
+        """float32 [BLOCK_K, BLOCK_V] of a dense state [K, V]; zeros if there is none."""
+        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        if ptr is not None:
+            c0: tl.constexpr = BLOCK * BLOCK_K
+            state = load_tile(
+                ptr + c0 * V + v0, V, 1, K - c0, V - v0, BLOCK_K, BLOCK_V, tl.float32, False
+            )
+        return state
+
+    @triton.jit
+    def store_state(
+        ptr, state, v0, BLOCK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+        BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    ):  # fmt: skip
+        """Store one block of a dense state [K, V]."""
+        c0: tl.constexpr = BLOCK * BLOCK_K
+        rows = None if c0 + BLOCK_K <= K else K - c0
+        cols = None if V % BLOCK_V == 0 else V - v0
+        store_tile(ptr + c0 * V + v0, state, V, 1, rows, cols, BLOCK_K, BLOCK_V, False)
 
     @triton.jit
     def _delta_scan_fwd_kernel(
+        q_ptr,
+        k_ptr,
         v_ptr,
+        beta_ptr,
         out_ptr,
         initial_ptr,
         final_ptr,
         bounds_ptr,
         gates_ptr,
         a_ptr,
-        t_ptr,
-        wq_ptr,
-        k_ptr,
-        values_ptr,
+        inverse_ptr,
+        errors_ptr,
         states_ptr,
         n_heads,
         n_frames,
         n_slots,
+        stride_qb,
+        stride_qt,
+        stride_qh,
+        stride_qk,
+        stride_kb,
+        stride_kt,
+        stride_kh,
+        stride_kk,
         stride_vb,
         stride_vt,
         stride_vh,
         stride_vv,
+        stride_bb,
+        stride_bt,
+        stride_bh,
         stride_ob,
         stride_ot,
         stride_oh,
+        scale,
         K: tl.constexpr,
         V: tl.constexpr,
         TILES: tl.constexpr,
@@ -390,14 +418,17 @@ if triton is not None:
         PRECISION: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """Vh = T V - W S; out = Qg S + A Vh; S <- e^(G_C) S + Kg^T Vh, chunk after chunk.
+        """E = (I + P diag(beta))^-1 (v - Kd S), Vh = beta E; out = Qg S + A Vh; then
+        S <- e^(G_C) S + Kg^T Vh; chunk after chunk.
 
         One program owns BLOCK_V value channels of one head of one sequence and keeps their state
-        [K, BLOCK_V] in registers. Reads -W, Qg and Kg [64, K], A and T [64, 64], v [64, BLOCK_V] of
-        every chunk; writes out [64, BLOCK_V], the final state and, for the backward pass, Vh and
-        the state before each chunk. What a chunk reads first is loaded during the chunk before.
+        [K, BLOCK_V] in registers, in up to four blocks of key channels. Reads q and k [64, K], A
+        and the inverse [64, 64], v [64, BLOCK_V] of every chunk; writes out [64, BLOCK_V], the
+        final state and, for the backward pass, the errors E and the state before each chunk.
         """
         BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+        NB: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        ONE: tl.constexpr = WIDTH % BLOCK_K == 0 or WIDTH == K
         pid = tl.program_id(0)
         v0 = (pid % BLOCKS_V) * BLOCK_V
         h = (pid // BLOCKS_V) % n_heads
@@ -406,52 +437,102 @@ if triton is not None:
         b = row.to(tl.int64)
         t = first.to(tl.int64)
         head = h.to(tl.int64)
+        q_ptr += b * stride_qb + t * stride_qt + head * stride_qh
+        k_ptr += b * stride_kb + t * stride_kt + head * stride_kh
         v_ptr += b * stride_vb + t * stride_vt + head * stride_vh + v0.to(tl.int64) * stride_vv
+        beta_ptr += b * stride_bb + t * stride_bt + head * stride_bh
         out_ptr += b * stride_ob + t * stride_ot + head * stride_oh + v0
+        which = (n.to(tl.int64) * n_heads + h) * (K * V)
         cols = None if V % BLOCK_V == 0 else V - v0
-        keys = None if K == BLOCK_K else K
-        which = (n.to(tl.int64) * n_heads + h) * (K * V) + v0
-        state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         if initial_ptr is not None:
-            state = load_tile(
-                initial_ptr + which, V, 1, keys, cols, BLOCK_K, BLOCK_V, tl.float32, False
-            )
+            initial_ptr += which
+        final_ptr += which
+        s0 = load_state(initial_ptr, v0, 0, K, V, BLOCK_K, BLOCK_V)
+        if NB > 1:
+            s1 = load_state(initial_ptr, v0, 1, K, V, BLOCK_K, BLOCK_V)
+        if NB > 2:
+            s2 = load_state(initial_ptr, v0, 2, K, V, BLOCK_K, BLOCK_V)
+        if NB > 3:
+            s3 = load_state(initial_ptr, v0, 3, K, V, BLOCK_K, BLOCK_V)
         at = (b * n_slots + slot) * n_heads + h
-        rows = end - first
-        here = tl.where(rows > 0, 64, 0)
-        wq = load_tile(wq_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, None, False)
-        for _ in range((rows + 63) // 64):
-            weights = load_tile(t_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
+        for t0 in range(0, end - first, 64):
+            rows = end - first - t0
+            gates = gates_ptr + at * (TILES * 64)
+            states = states_ptr
+            if SAVE:
+                states += at * (K * V)
+            old = tl.zeros([64, BLOCK_V], tl.float32)
+            out = tl.zeros([64, BLOCK_V], tl.float32)
+
+            k0 = load_block(k_ptr, stride_kt, stride_kk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
+            q0 = load_block(q_ptr, stride_qt, stride_qk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
+            forget0, remain0, left0 = block_gates(gates, 0, K, WIDTH, BLOCK_K, ONE)
+            s = s0.to(DTYPE)
+            old = read_state(old, k0, s, forget0, ONE, DTYPE, PRECISION)
+            out = read_state(out, q0, s, forget0, ONE, DTYPE, PRECISION)
+            if SAVE:
+                store_state(states, s, v0, 0, K, V, BLOCK_K, BLOCK_V)
+            if NB > 1:
+                k1 = load_block(k_ptr, stride_kt, stride_kk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
+                q1 = load_block(q_ptr, stride_qt, stride_qk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
+                forget1, remain1, left1 = block_gates(gates, 1, K, WIDTH, BLOCK_K, ONE)
+                s = s1.to(DTYPE)
+                old = read_state(old, k1, s, forget1, ONE, DTYPE, PRECISION)
+                out = read_state(out, q1, s, forget1, ONE, DTYPE, PRECISION)
+                if SAVE:
+                    store_state(states, s, v0, 1, K, V, BLOCK_K, BLOCK_V)
+            if NB > 2:
+                k2 = load_block(k_ptr, stride_kt, stride_kk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
+                q2 = load_block(q_ptr, stride_qt, stride_qk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
+                forget2, remain2, left2 = block_gates(gates, 2, K, WIDTH, BLOCK_K, ONE)
+                s = s2.to(DTYPE)
+                old = read_state(old, k2, s, forget2, ONE, DTYPE, PRECISION)
+                out = read_state(out, q2, s, forget2, ONE, DTYPE, PRECISION)
+                if SAVE:
+                    store_state(states, s, v0, 2, K, V, BLOCK_K, BLOCK_V)
+            if NB > 3:
+                k3 = load_block(k_ptr, stride_kt, stride_kk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
+                q3 = load_block(q_ptr, stride_qt, stride_qk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
+                forget3, remain3, left3 = block_gates(gates, 3, K, WIDTH, BLOCK_K, ONE)
+                s = s3.to(DTYPE)
+                old = read_state(old, k3, s, forget3, ONE, DTYPE, PRECISION)
+                out = read_state(out, q3, s, forget3, ONE, DTYPE, PRECISION)
+                if SAVE:
+                    store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
+
             v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+            inverse = load_tile(inverse_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
-            k = load_tile(k_ptr + at * (64 * K), K, 1, None, keys, 64, BLOCK_K, DTYPE, False)
-            w, q = unpack(wq, DTYPE)
-            s = state.to(DTYPE)
-            values = tl.dot(w, s, input_precision=PRECISION)
-            out = tl.dot(q, s, input_precision=PRECISION)
-            # Factors negated in pairs: tiles that need no arithmetic are copied to shared memory
-            # right after their loads, which waits for these before the products above.
-            values = tl.dot(-weights, -v, values, input_precision=PRECISION)
-            minus = (-values).to(DTYPE)
-            out = tl.dot(-a, minus, out, input_precision=PRECISION)
-            k = -k
+            beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
+            rest = (v.to(tl.float32) - old).to(DTYPE)
+            errors = tl.dot(inverse, rest, input_precision=PRECISION)
             if SAVE:
                 store_tile(
-                    states_ptr + at * (K * V) + v0, s, V, 1, keys, cols, BLOCK_K, BLOCK_V, False
+                    errors_ptr + at * (64 * V) + v0, errors, V, 1, None, cols, 64, BLOCK_V, False
                 )
-                store_tile(
-                    values_ptr + at * (64 * V) + v0, values, V, 1, None, cols, 64, BLOCK_V, False
-                )
+            values = errors * beta[:, None]
+            s0 = write_state(s0 * left0, k0, values, remain0, ONE, DTYPE, PRECISION)
+            if NB > 1:
+                s1 = write_state(s1 * left1, k1, values, remain1, ONE, DTYPE, PRECISION)
+            if NB > 2:
+                s2 = write_state(s2 * left2, k2, values, remain2, ONE, DTYPE, PRECISION)
+            if NB > 3:
+                s3 = write_state(s3 * left3, k3, values, remain3, ONE, DTYPE, PRECISION)
+            out = tl.dot(a, values.to(DTYPE), out * scale, input_precision=PRECISION)
             store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
-            state *= chunk_decay(gates_ptr + at * (TILES * 64), K, WIDTH, BLOCK_K)
-            at += n_heads
-            rows -= 64
+            q_ptr += 64 * stride_qt
+            k_ptr += 64 * stride_kt
             v_ptr += 64 * stride_vt
+            beta_ptr += 64 * stride_bt
             out_ptr += 64 * stride_ot
-            here = tl.where(rows > 0, 64, 0)
-            wq = load_tile(wq_ptr + at * (64 * K), K, 1, here, keys, 64, BLOCK_K, None, False)
-            state = tl.dot(tl.trans(k), minus, state, input_precision=PRECISION)
-        store_tile(final_ptr + which, state, V, 1, keys, cols, BLOCK_K, BLOCK_V, False)
+            at += n_heads
+        store_state(final_ptr, s0, v0, 0, K, V, BLOCK_K, BLOCK_V)
+        if NB > 1:
+            store_state(final_ptr, s1, v0, 1, K, V, BLOCK_K, BLOCK_V)
+        if NB > 2:
+            store_state(final_ptr, s2, v0, 2, K, V, BLOCK_K, BLOCK_V)
+        if NB > 3:
+            store_state(final_ptr, s3, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
     @triton.jit
     def _delta_step_kernel(
@@ -578,45 +659,15 @@ def operand_dtype(q, v):
 def new_saved(q, v, g, bounds):
     """Uninitialised tensors that the forward pass fills for the backward pass.
 
-    Vh [B·slots, H, 64, V] and the state before each chunk [B·slots, H, K, V], in the dtype of q
-    and v.
+    Gate sums G [B·slots, H, tiles, 64] float32; A and M [.., 64, 64], the errors E [.., 64, V] and
+    the state before each chunk [.., K, V] in the dtype of q and v.
     """
     batch, _, _, n_slots = sizes(q, v, g, bounds)
     heads, key_dim = q.shape[2:]
-    return tuple(
-        torch.empty(
-            (batch * n_slots, heads, n, v.shape[3]), dtype=operand_dtype(q, v), device=q.device
-        )
-        for n in (CHUNK, key_dim)
-    )
-
-
-def launch_intra(q, k, v, g, beta, bounds, scale, low, high, forward):
-    """Run the intra-chunk kernel for the slots [low, high) of every row.
-
-    Returns gates [B·(high - low), H, tiles, 64] float32; A, then T if `forward`, else M and P
-    [.., 64, 64]; -W and Qg packed, and Kg if `forward`, else Kg and Qg packed, and -W [.., 64, K].
-    """
-    batch, n_seqs, packed, _ = sizes(q, v, g, bounds)
-    heads, key_dim = q.shape[2:]
-    lead, dtype = (batch * (high - low), heads), operand_dtype(q, v)
-    new = q.new_empty
-    gates = new((*lead, g.shape[3], CHUNK), dtype=torch.float32)
-    squares = [new((*lead, CHUNK, CHUNK), dtype=dtype) for _ in range(2 if forward else 3)]
-    pair = new((*lead, CHUNK, key_dim), dtype=torch.int32 if dtype.itemsize == 2 else torch.int64)
-    single = new((*lead, CHUNK, key_dim), dtype=dtype)
-    a, *inverse = squares
-    m, p, weights = (None, None, *inverse) if forward else (*inverse, None)
-    if gates.numel() > 0:
-        options = common(q, v, g, packed)
-        _delta_intra_fwd_kernel[(lead[0] * heads,)](
-            q, k, g, beta, bounds, gates, a, m, p, weights, pair, single,
-            n_seqs, heads, q.shape[1], low, high - low,
-            *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
-            BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
-            num_warps=4, num_stages=1, **options,
-        )  # fmt: skip
-    return (gates, *squares, pair, single)
+    value_dim, lead, dtype = v.shape[3], (batch * n_slots, heads), operand_dtype(q, v)
+    shapes = [(CHUNK, CHUNK), (CHUNK, CHUNK), (CHUNK, value_dim), (key_dim, value_dim)]
+    gates = torch.empty((*lead, g.shape[3], CHUNK), dtype=torch.float32, device=q.device)
+    return (gates, *(torch.empty((*lead, *s), dtype=dtype, device=q.device) for s in shapes))
 
 
 def wide(*tensors):
@@ -648,13 +699,14 @@ def common(q, v, g, packed):
 
 def scan_tiles(q, v, n_programs):
     """Block sizes of a scan's program, and warps; n_programs: sequences times heads."""
-    block_k = max(16, triton.next_power_of_2(q.shape[3]))
+    value_dim = v.shape[3]
+    block_k = block_of(q.shape[3])
     block_v = 64 if operand_dtype(q, v).itemsize == 2 else 16
-    while block_v > 16 and n_programs * triton.cdiv(v.shape[3], block_v) < 64:
+    while block_v > 16 and n_programs * triton.cdiv(value_dim, block_v) < 64:
         block_v //= 2
-    block_v = min(block_v, max(16, triton.next_power_of_2(v.shape[3])))
-    warps = 8 if block_k > 128 else 4
-    return dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=warps, num_stages=1)
+    block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
+    warps = 8 if q.shape[3] > 128 else 4
+    return dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=warps, num_stages=2)
 
 
 def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
@@ -699,14 +751,24 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
                 num_warps=4,
             )  # fmt: skip
             return out, final, saved
-        values, states = saved if save else (None, None)
-        gates, a, weights, wq, k_decayed = launch_intra(
-            q, k, v, g, beta, bounds, scale, 0, n_slots, True
-        )
+        if save:
+            gates, a, adjoint, errors, states = saved
+        else:
+            gates, a, *_ = new_saved(q[..., :0], v[..., :0], g, bounds)
+            adjoint = errors = states = None
+        inverse = torch.empty_like(a)
+        if n_slots > 0:
+            _delta_intra_fwd_kernel[(batch * n_slots * heads,)](
+                q, k, g, beta, bounds, gates, a, inverse, adjoint, n_seqs, heads, frames, n_slots,
+                *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
+                BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
+                num_warps=4, num_stages=1, **options,
+            )  # fmt: skip
         tiles = scan_tiles(q, v, n_seqs * heads)
         _delta_scan_fwd_kernel[(n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)](
-            v, out, initial_state, final, bounds, gates, a, weights, wq, k_decayed,
-            values, states, heads, frames, n_slots, *v.stride(), *out.stride()[:3],
-            V=value_dim, SAVE=save, WIDE=wide(v, out), **options, **tiles,
+            q, k, v, beta, out, initial_state, final, bounds, gates, a, inverse, errors, states,
+            heads, frames, n_slots,
+            *q.stride(), *k.stride(), *v.stride(), *beta.stride(), *out.stride()[:3], scale,
+            V=value_dim, SAVE=save, WIDE=wide(q, k, v, beta[..., None]), **options, **tiles,
         )  # fmt: skip
     return out, final, saved
