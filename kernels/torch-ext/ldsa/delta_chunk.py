@@ -79,7 +79,10 @@ if triton is not None:
         DTYPE: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """[ROWS, COLS] from ptr on, 0 from row `rows` and column `cols` on (None: all are there)."""
+        """[ROWS, COLS] from ptr on, 0 from row `rows` and column `cols` on (None: all are there).
+
+        DTYPE None keeps the type.
+        """
         r = tl.arange(0, ROWS)
         c = tl.arange(0, COLS)
         if WIDE:
@@ -90,12 +93,14 @@ if triton is not None:
             if cols is None:
                 x = tl.load(ptr + at)
             else:
-                x = tl.load(ptr + at, mask=(c < cols)[None, :], other=0.0)
+                x = tl.load(ptr + at, mask=(c < cols)[None, :], other=0)
         elif cols is None:
-            x = tl.load(ptr + at, mask=(r < rows)[:, None], other=0.0)
+            x = tl.load(ptr + at, mask=(r < rows)[:, None], other=0)
         else:
-            x = tl.load(ptr + at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0.0)
-        return x.to(DTYPE)
+            x = tl.load(ptr + at, mask=(r < rows)[:, None] & (c < cols)[None, :], other=0)
+        if DTYPE is not None:
+            x = x.to(DTYPE)
+        return x
 
     @triton.jit
     def store_tile(
@@ -135,12 +140,6 @@ if triton is not None:
         return tl.load(ptr + at, mask=r < rows, other=0.0).to(tl.float32)
 
     @triton.jit
-    def gate_sums(g_ptr, stride_t, stride_n, tile, rows, WIDE: tl.constexpr):
-        """Inclusive sums [64] of a tile's gates over a chunk, as powers of two."""
-        gate = load_rows(g_ptr + tile * stride_n, stride_t, rows, WIDE)
-        return tl.cumsum(tl.maximum(gate, MIN_GATE) * LOG2E, 0)
-
-    @triton.jit
     def decay_between(gates_rows, gates_cols, LOWER: tl.constexpr):
         """E[i, j] = 2 ** (G_i - G_j) for i >= j, else 0, with i along rows if LOWER, else columns.
 
@@ -156,16 +155,6 @@ if triton is not None:
                 i[:, None] <= i[None, :], gates_cols[None, :] - gates_rows[:, None], float("-inf")
             )
         return tl.exp2(exponent)
-
-    @triton.jit
-    def channel_gates(gates_ptr, c0, K: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-        """Gate sums of channels c0.. of a chunk: [64, BLOCK] at each frame, [BLOCK] at the last."""
-        c = c0 + tl.arange(0, BLOCK)
-        tile = gates_ptr + (c // WIDTH) * 64
-        sums = tl.load(
-            tile[None, :] + tl.arange(0, 64)[:, None], mask=(c < K)[None, :], other=0.0
-        )
-        return sums, tl.load(tile + 63, mask=c < K, other=0.0)
 
     @triton.jit
     def _join_blocks(inverse, lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
@@ -192,10 +181,8 @@ if triton is not None:
         bounds_ptr,
         gates_ptr,
         a_ptr,
-        m_ptr,
-        p_ptr,
-        t_ptr,
-        w_ptr,
+        inverse_ptr,
+        adjoint_ptr,
         n_seqs,
         n_heads,
         n_frames,
@@ -215,21 +202,22 @@ if triton is not None:
         stride_bb,
         stride_bt,
         stride_bh,
+        scale,
         K: tl.constexpr,
         TILES: tl.constexpr,
         WIDTH: tl.constexpr,
         BLOCK_W: tl.constexpr,
-        SAVE: tl.constexpr,
         PACKED: tl.constexpr,
         DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """What a chunk needs but for the state: G, A, T = (I + L)^-1 diag(beta) and -W = -T Kd.
+        """A = scale sum E Y and (I + P diag(beta))^-1, P = strict_lower(sum E X), sums over tiles.
 
-        One program owns one chunk of one head. Reads q and k [64, K], g [64, tiles], beta [64];
-        writes the gate sums G (in powers of two) [tiles, 64], A and T [64, 64], -W [64, K] and, for
-        the backward pass, the inverse M and the decayed key products P [64, 64].
+        X = K K^T and Y = Q K^T per tile. One program owns one chunk of one head. Reads q and k
+        [64, K], g [64, tiles], beta [64]; writes the gate sums G (as powers of two) [tiles, 64], A
+        and the inverse [64, 64] and, where adjoint_ptr is given, M = (I + diag(beta) P)^-1 for the
+        backward pass.
         """
         pid = tl.program_id(0)
         h = pid % n_heads
@@ -241,15 +229,13 @@ if triton is not None:
             return
         b = row.to(tl.int64)
         t = t0.to(tl.int64)
-        q_ptr += b * stride_qb + t * stride_qt + h.to(tl.int64) * stride_qh
-        k_ptr += b * stride_kb + t * stride_kt + h.to(tl.int64) * stride_kh
-        g_ptr += b * stride_gb + t * stride_gt + h.to(tl.int64) * stride_gh
-        beta_ptr += b * stride_bb + t * stride_bt + h.to(tl.int64) * stride_bh
+        head = h.to(tl.int64)
+        q_ptr += b * stride_qb + t * stride_qt + head * stride_qh
+        k_ptr += b * stride_kb + t * stride_kt + head * stride_kh
+        g_ptr += b * stride_gb + t * stride_gt + head * stride_gh
+        beta_ptr += b * stride_bb + t * stride_bt + head * stride_bh
         at = pid.to(tl.int64)
         gates_ptr += at * (TILES * 64)
-        a_ptr += at * 4096
-        t_ptr += at * 4096
-        w_ptr += at * (64 * K)
         i = tl.arange(0, 64)
         EVEN: tl.constexpr = WIDTH % BLOCK_W == 0
         BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
@@ -257,7 +243,8 @@ if triton is not None:
         p = tl.zeros([64, 64], tl.float32)
         a = tl.zeros([64, 64], tl.float32)
         for tile in range(TILES):
-            gate = gate_sums(g_ptr, stride_gt, stride_gn, tile, rows, WIDE)
+            gate = load_rows(g_ptr + tile * stride_gn, stride_gt, rows, WIDE)
+            gate = tl.cumsum(tl.maximum(gate, MIN_GATE) * LOG2E, 0)
             tl.store(gates_ptr + tile * 64 + i, gate)
             x = tl.zeros([64, 64], tl.float32)
             y = tl.zeros([64, 64], tl.float32)
@@ -275,114 +262,91 @@ if triton is not None:
             decay = decay_between(gate, gate, True)
             p += decay * x
             a += decay * y
-        store_tile(a_ptr, a, 64, 1, None, None, 64, 64, False)
+        store_tile(a_ptr + at * 4096, a * scale, 64, 1, None, None, 64, 64, False)
         p = tl.where(i[:, None] > i[None, :], p, 0.0)
         beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
-        lower = beta[:, None] * p
-        if SAVE:
-            store_tile(p_ptr + at * 4096, p, 64, 1, None, None, 64, 64, False)
-
-        inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
-        inverse = _join_blocks(inverse, lower, 1, PRECISION)
+        lower = p * beta[None, :]
+        eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+        inverse = _join_blocks(eye, lower, 1, PRECISION)
         inverse = _join_blocks(inverse, lower, 2, PRECISION)
         inverse = _join_blocks(inverse, lower, 4, PRECISION)
         inverse = _join_blocks(inverse, lower, 8, PRECISION)
         inverse = _join_blocks(inverse, lower, 16, PRECISION)
         inverse = _join_blocks(inverse, lower, 32, PRECISION)
-        if SAVE:
-            store_tile(m_ptr + at * 4096, inverse, 64, 1, None, None, 64, 64, False)
-        weights = (inverse * beta[None, :]).to(DTYPE)
-        store_tile(t_ptr, weights, 64, 1, None, None, 64, 64, False)
-
-        for tile in range(TILES):
-            gate = gate_sums(g_ptr, stride_gt, stride_gn, tile, rows, WIDE)
-            for block in tl.static_range(BLOCKS):
-                c = tl.cast(tile * WIDTH + block * BLOCK_W, tl.int64)
-                cols = None if EVEN else WIDTH - block * BLOCK_W
-                keys = load_tile(
-                    k_ptr + c * stride_kk,
-                    stride_kt, stride_kk, rows, cols, 64, BLOCK_W, tl.float32, WIDE,
-                )  # fmt: skip
-                decayed = (keys * tl.exp2(gate)[:, None]).to(DTYPE)
-                w = tl.dot(weights, decayed, input_precision=PRECISION)
-                store_tile(w_ptr + c, -w, K, 1, None, cols, 64, BLOCK_W, False)
+        store_tile(inverse_ptr + at * 4096, inverse, 64, 1, None, None, 64, 64, False)
+        if adjoint_ptr is not None:
+            adjoint = eye - beta[:, None] * tl.dot(inverse, p, input_precision=PRECISION)
+            store_tile(adjoint_ptr + at * 4096, adjoint, 64, 1, None, None, 64, 64, False)
 
     @triton.jit
-    def _read_block(
-        target,
-        out,
-        state,
-        q_ptr,
-        w_ptr,
+    def block_gates(
         gates_ptr,
-        stride_t,
-        stride_k,
-        rows,
         BLOCK: tl.constexpr,
         K: tl.constexpr,
         WIDTH: tl.constexpr,
         BLOCK_K: tl.constexpr,
-        DTYPE: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
+        ONE_GATE: tl.constexpr,
     ):
-        """target - W S and out + (q e^G) S, for one block of key channels."""
-        c0: tl.constexpr = BLOCK * BLOCK_K
-        cols = None if c0 + BLOCK_K <= K else K - c0
-        w = load_tile(w_ptr + c0, K, 1, None, cols, 64, BLOCK_K, DTYPE, False)
-        q = load_tile(
-            q_ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
-        )
-        s = state.to(DTYPE)
-        target = tl.dot(w, s, target, input_precision=PRECISION)
-        if c0 // WIDTH == (c0 + BLOCK_K - 1) // WIDTH or WIDTH == K:
-            # The block lies in one tile: its gate scales the rows of a plain product.
-            gate = tl.load(gates_ptr + (c0 // WIDTH) * 64 + tl.arange(0, 64))
-            out += tl.exp2(gate)[:, None] * tl.dot(q, s, input_precision=PRECISION)
-        else:
-            gate, _ = channel_gates(gates_ptr, c0, K, WIDTH, BLOCK_K)
-            out = tl.dot((q * tl.exp2(gate)).to(DTYPE), s, out, input_precision=PRECISION)
-        return target, out
+        """Of one block of key channels: e^G, e^(G_C - G), both for [64, BLOCK_K], and e^(G_C).
 
-    @triton.jit
-    def _write_block(
-        state,
-        values,
-        k_ptr,
-        gates_ptr,
-        stride_t,
-        stride_k,
-        rows,
-        BLOCK: tl.constexpr,
-        K: tl.constexpr,
-        WIDTH: tl.constexpr,
-        BLOCK_K: tl.constexpr,
-        DTYPE: tl.constexpr,
-        PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
-    ):
-        """e^(G_C) S + (k e^(G_C - G))^T values, for one block of key channels."""
-        c0: tl.constexpr = BLOCK * BLOCK_K
-        cols = None if c0 + BLOCK_K <= K else K - c0
-        k = load_tile(
-            k_ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
-        )
-        if c0 // WIDTH == (c0 + BLOCK_K - 1) // WIDTH or WIDTH == K:
-            gates_ptr += (c0 // WIDTH) * 64
+        Where the block lies in one tile (ONE_GATE) these are [64, 1], [64, 1] and a scalar, else
+        [64, BLOCK_K], [64, BLOCK_K] and [BLOCK_K, 1].
+        """
+        i = tl.arange(0, 64)[:, None]
+        if ONE_GATE:
+            gates_ptr += BLOCK * BLOCK_K // WIDTH * 64
+            sums = tl.load(gates_ptr + i)
             last = tl.load(gates_ptr + 63)
-            gate = tl.load(gates_ptr + tl.arange(0, 64))
-            values = (values * tl.exp2(last - gate)[:, None]).to(DTYPE)
-            state *= tl.exp2(last)
+            remain = tl.exp2(last - sums)
         else:
-            gate, last = channel_gates(gates_ptr, c0, K, WIDTH, BLOCK_K)
-            k = (k * tl.exp2(last[None, :] - gate)).to(DTYPE)
-            values = values.to(DTYPE)
-            state *= tl.exp2(last)[:, None]
-        return tl.dot(tl.trans(k), values, state, input_precision=PRECISION)
+            c = BLOCK * BLOCK_K + tl.arange(0, BLOCK_K)
+            row = c[None, :]
+            sums = tl.load(gates_ptr + row // WIDTH * 64 + i, mask=row < K, other=0.0)
+            last = tl.load(gates_ptr + row // WIDTH * 64 + 63, mask=row < K, other=0.0)
+            remain = tl.exp2(last - sums)
+            column = c[:, None]
+            last = tl.load(gates_ptr + column // WIDTH * 64 + 63, mask=column < K, other=0.0)
+        return tl.exp2(sums), remain, tl.exp2(last)
+
+    @triton.jit
+    def read_state(
+        total, x, state, factor, ONE_GATE: tl.constexpr, DTYPE: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """total + (x factor) state; one gate scales the rows of a plain product instead of x."""
+        if ONE_GATE:
+            total += factor * tl.dot(x, state, input_precision=PRECISION)
+        else:
+            total = tl.dot((x * factor).to(DTYPE), state, total, input_precision=PRECISION)
+        return total
+
+    @triton.jit
+    def write_state(
+        state, x, values, factor, ONE_GATE: tl.constexpr, DTYPE: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """state + (x factor)^T values; one gate scales the rows of the values instead of x."""
+        if ONE_GATE:
+            values = values * factor
+        else:
+            x = (x * factor).to(DTYPE)
+        return tl.dot(tl.trans(x), values.to(DTYPE), state, input_precision=PRECISION)
+
+    @triton.jit
+    def load_block(
+        ptr, stride_t, stride_k, rows, BLOCK: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+        DTYPE: tl.constexpr, WIDE: tl.constexpr,
+    ):  # fmt: skip
+        """[64, BLOCK_K] of q or k: one block of key channels."""
+        c0 = tl.cast(BLOCK * BLOCK_K, tl.int64)
+        cols = None if (BLOCK + 1) * BLOCK_K <= K else K - BLOCK * BLOCK_K
+        return load_tile(
+            ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
+        )
 
     @triton.jit
     def load_state(
-        ptr, v0, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+        ptr, v0, BLOCK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
         BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     ):  # fmt: skip
         """float32 [BLOCK_K, BLOCK_V] of a dense state [K, V]; zeros if there is none."""
@@ -396,7 +360,7 @@ if triton is not None:
 
     @triton.jit
     def store_state(
-        ptr, state, v0, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+        ptr, state, v0, BLOCK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
         BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
     ):  # fmt: skip
         """Store one block of a dense state [K, V]."""
@@ -410,15 +374,15 @@ if triton is not None:
         q_ptr,
         k_ptr,
         v_ptr,
+        beta_ptr,
         out_ptr,
         initial_ptr,
         final_ptr,
         bounds_ptr,
         gates_ptr,
         a_ptr,
-        t_ptr,
-        w_ptr,
-        values_ptr,
+        inverse_ptr,
+        errors_ptr,
         states_ptr,
         n_heads,
         n_frames,
@@ -435,6 +399,9 @@ if triton is not None:
         stride_vt,
         stride_vh,
         stride_vv,
+        stride_bb,
+        stride_bt,
+        stride_bh,
         stride_ob,
         stride_ot,
         stride_oh,
@@ -451,15 +418,17 @@ if triton is not None:
         PRECISION: tl.constexpr,
         WIDE: tl.constexpr,
     ):
-        """Vh = T V - W S; out = scale (Qg S + A Vh); S <- e^(G_C) S + Kg^T Vh, chunk after chunk.
+        """E = (I + P diag(beta))^-1 (v - Kd S), Vh = beta E; out = Qg S + A Vh; then
+        S <- e^(G_C) S + Kg^T Vh; chunk after chunk.
 
         One program owns BLOCK_V value channels of one head of one sequence and keeps their state
-        [K, BLOCK_V] in registers. Reads q, k and -W [64, K], A and T [64, 64], v [64, BLOCK_V] of
-        every chunk; writes out [64, BLOCK_V], the final state and, for the backward pass, Vh and
-        the state before each chunk.
+        [K, BLOCK_V] in registers, in up to four blocks of key channels. Reads q and k [64, K], A
+        and the inverse [64, 64], v [64, BLOCK_V] of every chunk; writes out [64, BLOCK_V], the
+        final state and, for the backward pass, the errors E and the state before each chunk.
         """
         BLOCKS_V: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
         NB: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+        ONE: tl.constexpr = WIDTH % BLOCK_K == 0 or WIDTH == K
         pid = tl.program_id(0)
         v0 = (pid % BLOCKS_V) * BLOCK_V
         h = (pid // BLOCKS_V) % n_heads
@@ -471,94 +440,99 @@ if triton is not None:
         q_ptr += b * stride_qb + t * stride_qt + head * stride_qh
         k_ptr += b * stride_kb + t * stride_kt + head * stride_kh
         v_ptr += b * stride_vb + t * stride_vt + head * stride_vh + v0.to(tl.int64) * stride_vv
+        beta_ptr += b * stride_bb + t * stride_bt + head * stride_bh
         out_ptr += b * stride_ob + t * stride_ot + head * stride_oh + v0
         which = (n.to(tl.int64) * n_heads + h) * (K * V)
         cols = None if V % BLOCK_V == 0 else V - v0
         if initial_ptr is not None:
             initial_ptr += which
         final_ptr += which
-        s0 = load_state(initial_ptr, v0, K, V, 0, BLOCK_K, BLOCK_V)
+        s0 = load_state(initial_ptr, v0, 0, K, V, BLOCK_K, BLOCK_V)
         if NB > 1:
-            s1 = load_state(initial_ptr, v0, K, V, 1, BLOCK_K, BLOCK_V)
+            s1 = load_state(initial_ptr, v0, 1, K, V, BLOCK_K, BLOCK_V)
         if NB > 2:
-            s2 = load_state(initial_ptr, v0, K, V, 2, BLOCK_K, BLOCK_V)
+            s2 = load_state(initial_ptr, v0, 2, K, V, BLOCK_K, BLOCK_V)
         if NB > 3:
-            s3 = load_state(initial_ptr, v0, K, V, 3, BLOCK_K, BLOCK_V)
+            s3 = load_state(initial_ptr, v0, 3, K, V, BLOCK_K, BLOCK_V)
         at = (b * n_slots + slot) * n_heads + h
         for t0 in range(0, end - first, 64):
             rows = end - first - t0
-            if SAVE:
-                states = states_ptr + at * (K * V)
-                store_state(states, s0, v0, K, V, 0, BLOCK_K, BLOCK_V)
-                if NB > 1:
-                    store_state(states, s1, v0, K, V, 1, BLOCK_K, BLOCK_V)
-                if NB > 2:
-                    store_state(states, s2, v0, K, V, 2, BLOCK_K, BLOCK_V)
-                if NB > 3:
-                    store_state(states, s3, v0, K, V, 3, BLOCK_K, BLOCK_V)
-            w = w_ptr + at * (64 * K)
             gates = gates_ptr + at * (TILES * 64)
-            weights = load_tile(t_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
-            v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
-            values = tl.dot(weights, v, input_precision=PRECISION)
+            states = states_ptr
+            if SAVE:
+                states += at * (K * V)
+            old = tl.zeros([64, BLOCK_V], tl.float32)
             out = tl.zeros([64, BLOCK_V], tl.float32)
-            values, out = _read_block(
-                values, out, s0, q_ptr, w, gates, stride_qt, stride_qk, rows,
-                0, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-            )  # fmt: skip
+
+            k0 = load_block(k_ptr, stride_kt, stride_kk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
+            q0 = load_block(q_ptr, stride_qt, stride_qk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
+            forget0, remain0, left0 = block_gates(gates, 0, K, WIDTH, BLOCK_K, ONE)
+            s = s0.to(DTYPE)
+            old = read_state(old, k0, s, forget0, ONE, DTYPE, PRECISION)
+            out = read_state(out, q0, s, forget0, ONE, DTYPE, PRECISION)
+            if SAVE:
+                store_state(states, s, v0, 0, K, V, BLOCK_K, BLOCK_V)
             if NB > 1:
-                values, out = _read_block(
-                    values, out, s1, q_ptr, w, gates, stride_qt, stride_qk, rows,
-                    1, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
+                k1 = load_block(k_ptr, stride_kt, stride_kk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
+                q1 = load_block(q_ptr, stride_qt, stride_qk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
+                forget1, remain1, left1 = block_gates(gates, 1, K, WIDTH, BLOCK_K, ONE)
+                s = s1.to(DTYPE)
+                old = read_state(old, k1, s, forget1, ONE, DTYPE, PRECISION)
+                out = read_state(out, q1, s, forget1, ONE, DTYPE, PRECISION)
+                if SAVE:
+                    store_state(states, s, v0, 1, K, V, BLOCK_K, BLOCK_V)
             if NB > 2:
-                values, out = _read_block(
-                    values, out, s2, q_ptr, w, gates, stride_qt, stride_qk, rows,
-                    2, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
+                k2 = load_block(k_ptr, stride_kt, stride_kk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
+                q2 = load_block(q_ptr, stride_qt, stride_qk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
+                forget2, remain2, left2 = block_gates(gates, 2, K, WIDTH, BLOCK_K, ONE)
+                s = s2.to(DTYPE)
+                old = read_state(old, k2, s, forget2, ONE, DTYPE, PRECISION)
+                out = read_state(out, q2, s, forget2, ONE, DTYPE, PRECISION)
+                if SAVE:
+                    store_state(states, s, v0, 2, K, V, BLOCK_K, BLOCK_V)
             if NB > 3:
-                values, out = _read_block(
-                    values, out, s3, q_ptr, w, gates, stride_qt, stride_qk, rows,
-                    3, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
+                k3 = load_block(k_ptr, stride_kt, stride_kk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
+                q3 = load_block(q_ptr, stride_qt, stride_qk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
+                forget3, remain3, left3 = block_gates(gates, 3, K, WIDTH, BLOCK_K, ONE)
+                s = s3.to(DTYPE)
+                old = read_state(old, k3, s, forget3, ONE, DTYPE, PRECISION)
+                out = read_state(out, q3, s, forget3, ONE, DTYPE, PRECISION)
+                if SAVE:
+                    store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
+
+            v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
+            inverse = load_tile(inverse_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
-            out = tl.dot(a, values.to(DTYPE), out, input_precision=PRECISION)
-            s0 = _write_block(
-                s0, values, k_ptr, gates, stride_kt, stride_kk, rows,
-                0, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-            )  # fmt: skip
-            if NB > 1:
-                s1 = _write_block(
-                    s1, values, k_ptr, gates, stride_kt, stride_kk, rows,
-                    1, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 2:
-                s2 = _write_block(
-                    s2, values, k_ptr, gates, stride_kt, stride_kk, rows,
-                    2, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
-            if NB > 3:
-                s3 = _write_block(
-                    s3, values, k_ptr, gates, stride_kt, stride_kk, rows,
-                    3, K, WIDTH, BLOCK_K, DTYPE, PRECISION, WIDE,
-                )  # fmt: skip
+            beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
+            rest = (v.to(tl.float32) - old).to(DTYPE)
+            errors = tl.dot(inverse, rest, input_precision=PRECISION)
             if SAVE:
                 store_tile(
-                    values_ptr + at * (64 * V) + v0, values, V, 1, None, cols, 64, BLOCK_V, False
+                    errors_ptr + at * (64 * V) + v0, errors, V, 1, None, cols, 64, BLOCK_V, False
                 )
-            store_tile(out_ptr, out * scale, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
+            values = errors * beta[:, None]
+            s0 = write_state(s0 * left0, k0, values, remain0, ONE, DTYPE, PRECISION)
+            if NB > 1:
+                s1 = write_state(s1 * left1, k1, values, remain1, ONE, DTYPE, PRECISION)
+            if NB > 2:
+                s2 = write_state(s2 * left2, k2, values, remain2, ONE, DTYPE, PRECISION)
+            if NB > 3:
+                s3 = write_state(s3 * left3, k3, values, remain3, ONE, DTYPE, PRECISION)
+            out = tl.dot(a, values.to(DTYPE), out * scale, input_precision=PRECISION)
+            store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
             q_ptr += 64 * stride_qt
             k_ptr += 64 * stride_kt
             v_ptr += 64 * stride_vt
+            beta_ptr += 64 * stride_bt
             out_ptr += 64 * stride_ot
             at += n_heads
-        store_state(final_ptr, s0, v0, K, V, 0, BLOCK_K, BLOCK_V)
+        store_state(final_ptr, s0, v0, 0, K, V, BLOCK_K, BLOCK_V)
         if NB > 1:
-            store_state(final_ptr, s1, v0, K, V, 1, BLOCK_K, BLOCK_V)
+            store_state(final_ptr, s1, v0, 1, K, V, BLOCK_K, BLOCK_V)
         if NB > 2:
-            store_state(final_ptr, s2, v0, K, V, 2, BLOCK_K, BLOCK_V)
+            store_state(final_ptr, s2, v0, 2, K, V, BLOCK_K, BLOCK_V)
         if NB > 3:
-            store_state(final_ptr, s3, v0, K, V, 3, BLOCK_K, BLOCK_V)
+            store_state(final_ptr, s3, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
     @triton.jit
     def _delta_step_kernel(
@@ -677,19 +651,21 @@ def sizes(q, v, g, bounds):
 
 def operand_dtype(q, v):
     """dtype of the matrix products' operands and of what is kept between kernels."""
+    if INTERPRETED:  # its bf16 arithmetic is wrong; float32 stands in for the tensor cores'
+        return torch.float32
     return torch.promote_types(q.dtype, v.dtype)
 
 
 def new_saved(q, v, g, bounds):
     """Uninitialised tensors that the forward pass fills for the backward pass.
 
-    Gate sums G [B·slots, H, tiles, 64] float32; A, M and P [B·slots, H, 64, 64]; -W [.., 64, K];
-    Vh [.., 64, V]; the states before each chunk [.., K, V], in the dtype of q and v.
+    Gate sums G [B·slots, H, tiles, 64] float32; A and M [.., 64, 64], the errors E [.., 64, V] and
+    the state before each chunk [.., K, V] in the dtype of q and v.
     """
     batch, _, _, n_slots = sizes(q, v, g, bounds)
     heads, key_dim = q.shape[2:]
-    lead, dtype = (batch * n_slots, heads), operand_dtype(q, v)
-    shapes = [(CHUNK, CHUNK)] * 3 + [(CHUNK, key_dim), (CHUNK, v.shape[3]), (key_dim, v.shape[3])]
+    value_dim, lead, dtype = v.shape[3], (batch * n_slots, heads), operand_dtype(q, v)
+    shapes = [(CHUNK, CHUNK), (CHUNK, CHUNK), (CHUNK, value_dim), (key_dim, value_dim)]
     gates = torch.empty((*lead, g.shape[3], CHUNK), dtype=torch.float32, device=q.device)
     return (gates, *(torch.empty((*lead, *s), dtype=dtype, device=q.device) for s in shapes))
 
@@ -715,18 +691,22 @@ def common(q, v, g, packed):
         TILES=g.shape[3],
         WIDTH=q.shape[3] // g.shape[3],
         PACKED=packed,
-        # The interpreter's bf16 arithmetic is wrong; its fp32 stands in for the tensor cores'.
-        DTYPE=tl.float32 if INTERPRETED else dtype,
+        DTYPE=dtype,
         # Three TF32 products lose no more than float32 does, and run on tensor cores.
         PRECISION="tf32x3" if cuda else "ieee",
     )
 
 
 def scan_tiles(q, v, n_programs):
-    """Value channels of a scan's program, and warps; n_programs: sequences times heads."""
+    """Block sizes of a scan's program, and warps; n_programs: sequences times heads."""
     value_dim = v.shape[3]
-    block_v = 32 if operand_dtype(q, v).itemsize == 2 else 16
-    return dict(BLOCK_V=min(block_v, max(16, triton.next_power_of_2(value_dim))), num_warps=4, num_stages=1)
+    block_k = block_of(q.shape[3])
+    block_v = 64 if operand_dtype(q, v).itemsize == 2 else 16
+    while block_v > 16 and n_programs * triton.cdiv(value_dim, block_v) < 64:
+        block_v //= 2
+    block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
+    warps = 8 if q.shape[3] > 128 else 4
+    return dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=warps, num_stages=2)
 
 
 def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
@@ -772,25 +752,23 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
             )  # fmt: skip
             return out, final, saved
         if save:
-            gates, a, m, p, w, values, states = saved
+            gates, a, adjoint, errors, states = saved
         else:
-            gates, a, _, _, w, *_ = new_saved(q, v[..., :0], g, bounds)
-            m = p = values = states = None
-        weights = torch.empty_like(a)
+            gates, a, *_ = new_saved(q[..., :0], v[..., :0], g, bounds)
+            adjoint = errors = states = None
+        inverse = torch.empty_like(a)
         if n_slots > 0:
             _delta_intra_fwd_kernel[(batch * n_slots * heads,)](
-                q, k, g, beta, bounds, gates, a, m, p, weights, w,
-                n_seqs, heads, frames, n_slots,
-                *q.stride(), *k.stride(), *g.stride(), *beta.stride(),
-                BLOCK_W=block_of(options["WIDTH"]), SAVE=save, WIDE=wide(q, k, g, beta[..., None]),
+                q, k, g, beta, bounds, gates, a, inverse, adjoint, n_seqs, heads, frames, n_slots,
+                *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
+                BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
                 num_warps=4, num_stages=1, **options,
             )  # fmt: skip
         tiles = scan_tiles(q, v, n_seqs * heads)
         _delta_scan_fwd_kernel[(n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)](
-            q, k, v, out, initial_state, final, bounds, gates, a, weights, w, values, states,
+            q, k, v, beta, out, initial_state, final, bounds, gates, a, inverse, errors, states,
             heads, frames, n_slots,
-            *q.stride(), *k.stride(), *v.stride(), *out.stride()[:3], scale,
-            V=value_dim, BLOCK_K=block_of(key_dim), SAVE=save, WIDE=wide(q, k, v),
-            **options, **tiles,
+            *q.stride(), *k.stride(), *v.stride(), *beta.stride(), *out.stride()[:3], scale,
+            V=value_dim, SAVE=save, WIDE=wide(q, k, v, beta[..., None]), **options, **tiles,
         )  # fmt: skip
     return out, final, saved
