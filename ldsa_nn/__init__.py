@@ -10,11 +10,13 @@ from ldsa_nn.functional import (
 )
 from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
 from ldsa_nn.replace import load_replaced, replace_attention
+from ldsa_nn.sla import SystolicLinearAttention
 
 __all__ = [
     "ConformerEncoder",
     "HybridAttention",
     "LocalDenseSynthesizerAttention",
+    "SystolicLinearAttention",
     "convert",
     "eager_ldsa",
     "ldsa_local_attention",

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from ldsa_nn.functional import check_bound, frames_inside
+from ldsa_nn.functional import check_bound, depthwise_convolved, frames_inside
 from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
+from ldsa_nn.sla import SystolicLinearAttention
 from ldsa_nn.streaming import (
     BlockState,
     EncoderState,
@@ -108,14 +109,8 @@ class _Convolution(nn.Module):
 
     def _convolved(self, joint: Tensor) -> Tensor:
         (kernel,) = self.depthwise.kernel_size
-        joint = joint[:, self.kept - kernel + 1 :].mT
-        if joint.device.type == "cpu":
-            # In two dimensions its strides are channels-last ones, which are much faster here.
-            weight, bias = self.depthwise.weight[:, :, None], self.depthwise.bias
-            x = F.conv2d(joint[:, :, None], weight, bias, groups=len(weight))[:, :, 0]
-        else:
-            x = self.depthwise(joint)
-        return self.out(F.silu(self.inner_norm(x.mT)))
+        x = depthwise_convolved(joint[:, self.kept - kernel + 1 :], self.depthwise)
+        return self.out(F.silu(self.inner_norm(x)))
 
 
 class _Subsampling(nn.Module):
@@ -264,18 +259,19 @@ class ConformerEncoder(nn.Module):
         input_dim: number of features F of an input frame.
         dim: model width D.
         num_layers: number of blocks.
-        n_head: heads of each attention, a divisor of dim.
+        n_head: heads of each attention but "sla", a divisor of dim.
         ffn_dim: inner width of the feed-forwards.
         conv_kernel: frames of the depthwise convolution (the current one and those before it). 0 is
             the Transformer form: attention and one whole feed-forward a block, norms before
             them, and one norm at the end.
-        attention: "ldsa", "mhsa" (scaled dot-product, rotary positions) or "hybrid"
-            (`HybridAttention`), or a sequence of num_layers of these. "mhsa" and "hybrid" attend to
-            the whole utterance and are offline only.
+        attention: "ldsa", "sla" (`SystolicLinearAttention`, causal, its heads and widths made to
+            fit dim), "mhsa" (scaled dot-product, rotary positions) or "hybrid" (`HybridAttention`),
+            or a sequence of num_layers of these. "mhsa" and "hybrid" attend to the whole utterance
+            and are offline only.
         left, right: frames before and after each frame that the local attentions see, at the rate
             of the layers; ints or one for each layer.
         subsampling: input frames an output frame, a power of two.
-        dropout: of attention weights and every branch, in training.
+        dropout: of attention weights ("sla" has none) and every branch, in training.
         edge, implementation: of the local attentions, see `LocalDenseSynthesizerAttention`.
         gradient_checkpointing: recompute each block in the backward pass of training instead of
             keeping what it computed. An attribute that may be changed.
@@ -335,6 +331,7 @@ class ConformerEncoder(nn.Module):
             ),
             "mhsa": lambda **_: _SelfAttention(n_head, dim, dropout, **to),
             "hybrid": lambda **window: HybridAttention(n_head, dim, dropout, **window, **local),
+            "sla": lambda **_: SystolicLinearAttention(dim, **_sla_sizes(dim), **to),
         }
         self.attention = _for_each("attention", attention, num_layers)
         for kind in self.attention:
@@ -366,7 +363,7 @@ class ConformerEncoder(nn.Module):
             if name in OFFLINE:
                 raise NotImplementedError(
                     f"attention={name!r} of layer {i} is offline only, it attends to the whole "
-                    "utterance: there is no init_state, step or flush; 'ldsa' streams"
+                    "utterance: there is no init_state, step or flush; 'ldsa' and 'sla' stream"
                 )
 
     def forward(self, features: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -521,6 +518,26 @@ def _even(frames: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import statically_known_true  # slow to import
 
     return statically_known_true(frames % 2 == 0)
+
+
+def _sla_sizes(dim: int) -> dict[str, int]:
+    """Heads and widths of a `SystolicLinearAttention` of about dim values a frame.
+
+    Value heads of 128 at most, four a key head at most, and keys twice as wide as a value head, in
+    the powers of two from 64 to 256.
+    """
+    n_key_head = -(-dim // 512)
+    value_heads = -(-dim // (128 * n_key_head))
+    value_dim = -(-dim // (n_key_head * value_heads))
+    key_dim = 64
+    while key_dim < min(2 * value_dim, 256):
+        key_dim *= 2
+    return dict(
+        n_key_head=n_key_head,
+        value_heads_per_key=value_heads,
+        key_dim=key_dim,
+        value_dim=value_dim,
+    )
 
 
 def _for_each(name: str, value: Any, num_layers: int) -> tuple[Any, ...]:

@@ -1,7 +1,11 @@
-"""The public ops, and the extent of each sequence read from a toolkit's mask."""
+"""The public ops, and what the layers share: checks, masks read as extents, a convolution."""
+
+import operator
+from typing import SupportsIndex
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ldsa_nn._kernels import (
     check_bound,
@@ -14,15 +18,36 @@ from ldsa_nn._kernels import (
 
 __all__ = [
     "check_bound",
+    "check_sequence",
+    "depthwise_convolved",
     "eager_ldsa",
     "eager_ldsa_at",
+    "extent",
     "frames_inside",
+    "integer",
     "keep_mask",
     "ldsa_local_attention",
     "ldsa_weights",
     "mask_extent",
     "tiled_delta_rule",
 ]
+
+
+def integer(name: str, value: SupportsIndex) -> int:
+    """An int, of numpy too; True is none."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    return operator.index(value)
+
+
+def check_sequence(name: str, x: Tensor, n_feat: int, like: Tensor | None = None) -> None:
+    """Check a tensor [B,T,n_feat], of the query's shape `like` where that is given."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor [B,T,D], got {type(x).__name__}")
+    if x.dim() != 3 or x.shape[2] != n_feat:
+        raise ValueError(f"{name} must have shape [B,T,D] with D={n_feat}, got {list(x.shape)}")
+    if like is not None and x.shape != like.shape:
+        raise ValueError(f"{name} must have query's shape {list(like.shape)}, got {list(x.shape)}")
 
 
 def keep_mask(mask: Tensor, batch: int, frames: int) -> Tensor:
@@ -99,3 +124,24 @@ def frames_inside(
     if starts is not None:
         inside = inside & (t >= starts.to(device, non_blocking=True)[:, None])
     return inside
+
+
+def extent(
+    query: Tensor, mask: Tensor | None, lengths: Tensor | None, honor_mask: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(starts, lengths) from whichever of mask and lengths is given, checked."""
+    check_bound("lengths", lengths, query.shape[0], query.device)
+    if mask is None or not honor_mask:
+        return None, lengths
+    if lengths is not None:
+        raise ValueError("give lengths or mask, not both")
+    return mask_extent(mask, query.shape[0], query.shape[1])
+
+
+def depthwise_convolved(x: Tensor, conv: nn.Conv1d) -> Tensor:
+    """A depthwise convolution over the frames of x [B,T,D]: [B,T-kernel+1,D]."""
+    if x.device.type != "cpu":
+        return conv(x.mT).mT
+    # In two dimensions its strides are channels-last ones, which are much faster here.
+    weight = conv.weight[:, :, None]
+    return F.conv2d(x.mT[:, :, None], weight, conv.bias, groups=len(weight))[:, :, 0].mT

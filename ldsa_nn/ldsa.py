@@ -1,20 +1,20 @@
 """Local dense synthesizer attention layers, with the reference repository's parameters."""
 
-import operator
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ldsa_nn.functional import (
-    check_bound,
+    check_sequence,
     eager_ldsa_at,
+    extent,
     frames_inside,
+    integer,
     keep_mask,
     ldsa_local_attention,
     ldsa_weights,
-    mask_extent,
 )
 from ldsa_nn.streaming import (
     LdsaState,
@@ -27,34 +27,6 @@ from ldsa_nn.streaming import (
 )
 
 __all__ = ["HybridAttention", "LocalDenseSynthesizerAttention"]
-
-
-def _integer(name: str, value: SupportsIndex) -> int:
-    """An int, of numpy too; True is none."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
-    return operator.index(value)
-
-
-def _check_sequence(name: str, x: Tensor, n_feat: int, like: Tensor | None = None) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor [B,T,D], got {type(x).__name__}")
-    if x.dim() != 3 or x.shape[2] != n_feat:
-        raise ValueError(f"{name} must have shape [B,T,D] with D={n_feat}, got {list(x.shape)}")
-    if like is not None and x.shape != like.shape:
-        raise ValueError(f"{name} must have query's shape {list(like.shape)}, got {list(x.shape)}")
-
-
-def _extent(
-    query: Tensor, mask: Tensor | None, lengths: Tensor | None, honor_mask: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(starts, lengths) from whichever of mask and lengths is given, checked."""
-    check_bound("lengths", lengths, query.shape[0], query.device)
-    if mask is None or not honor_mask:
-        return None, lengths
-    if lengths is not None:
-        raise ValueError("give lengths or mask, not both")
-    return mask_extent(mask, query.shape[0], query.shape[1])
 
 
 class LocalDenseSynthesizerAttention(nn.Module):
@@ -104,13 +76,13 @@ class LocalDenseSynthesizerAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        n_head, n_feat = _integer("n_head", n_head), _integer("n_feat", n_feat)
+        n_head, n_feat = integer("n_head", n_head), integer("n_feat", n_feat)
         if n_head < 1 or n_feat < 1 or n_feat % n_head:
             raise ValueError(f"n_head must divide n_feat, got n_head={n_head}, n_feat={n_feat}")
         if not 0 <= dropout_rate < 1:
             raise ValueError(f"dropout_rate must be in [0, 1), got {dropout_rate}")
         if left is None and right is None:
-            context_size = _integer("context_size", context_size)
+            context_size = integer("context_size", context_size)
             if context_size < 1 or context_size % 2 == 0:
                 raise ValueError(
                     f"context_size must be odd and positive, got {context_size}; an uneven window "
@@ -119,7 +91,7 @@ class LocalDenseSynthesizerAttention(nn.Module):
             left = right = (context_size - 1) // 2
         if left is None or right is None:
             raise ValueError(f"give left and right, or neither, got left={left}, right={right}")
-        left, right = _integer("left", left), _integer("right", right)
+        left, right = integer("left", left), integer("right", right)
         if left < 0 or right < 0:
             raise ValueError(f"left and right must be >= 0 frames, got {left} and {right}")
         if edge not in ("zero", "renormalize"):
@@ -196,12 +168,12 @@ class LocalDenseSynthesizerAttention(nn.Module):
             ValueError, TypeError: an argument has the wrong shape, dtype or device; both mask and
                 lengths are given; the mask has holes (CPU, eager mode).
         """
-        _check_sequence("query", query, self.n_feat)
+        check_sequence("query", query, self.n_feat)
         if value is None:
             value = query
         else:
-            _check_sequence("value", value, self.n_feat, like=query)
-        starts, lengths = _extent(query, mask, lengths, self.honor_mask)
+            check_sequence("value", value, self.n_feat, like=query)
+        starts, lengths = extent(query, mask, lengths, self.honor_mask)
         batch, frames, _ = query.shape
         head_dim = self.n_feat // self.n_head
         logits = self._logits(query)
@@ -508,10 +480,10 @@ class HybridAttention(nn.Module):
         Raises:
             ValueError, TypeError: as in LocalDenseSynthesizerAttention.
         """
-        _check_sequence("query", query, self.n_feat)
+        check_sequence("query", query, self.n_feat)
         frames = query.shape[1]
         x = self.ldsa_att(query, key, value, mask, lengths=lengths)
-        starts, lengths = _extent(query, mask, lengths, self.honor_mask)
+        starts, lengths = extent(query, mask, lengths, self.honor_mask)
         keep = inside = None
         if lengths is not None:
             inside = frames_inside(lengths, starts, frames, query.device)

@@ -16,6 +16,7 @@ __all__ = [
     "BlockState",
     "EncoderState",
     "LdsaState",
+    "SlaState",
     "check_batch_size",
     "check_chunk",
     "check_frames",
@@ -42,6 +43,17 @@ class LdsaState(NamedTuple):
     logits: Tensor
     value: Tensor
     start: Tensor
+
+
+class SlaState(NamedTuple):
+    """What SystolicLinearAttention keeps of each stream.
+
+    memory: [B,H,K,R*P], the state of the delta rule.
+    conv: the convolution's last inputs, [B,max(kernel-1,1),C].
+    """
+
+    memory: Tensor
+    conv: Tensor
 
 
 class BlockState(NamedTuple):
