@@ -520,7 +520,7 @@ def _even(frames: Any) -> bool:
     return statically_known_true(frames % 2 == 0)
 
 
-def _sla_sizes(dim: int) -> dict[str, int]:
+def _sla_sizes(dim: int) -> dict[str, Any]:
     """Heads and widths of a `SystolicLinearAttention` of about dim values a frame.
 
     Value heads of 128 at most, four a key head at most, and keys twice as wide as a value head, in

@@ -153,6 +153,8 @@ class SystolicLinearAttention(nn.Module):
         check_sequence("x", x, self.n_feat)
         starts, lengths = extent(x, mask, lengths, True)
         frames = x.shape[1]
+        if frames == 0:  # a convolution takes none
+            return x.clone()
         if lengths is not None:
             lengths = chunk_lengths(lengths, frames, x.device)
             # Zeros before a sequence leave a state of zeros as it is, as no frames would.
@@ -171,7 +173,7 @@ class SystolicLinearAttention(nn.Module):
                 lengths = torch.cat([lengths, ends])
         read, _ = self._scanned(F.pad(qkv, (0, 0, self.conv_kernel - 1, 0)), g, beta, None, lengths)
         if self.bidirectional:
-            forward, backward = read.chunk(2)
+            forward, backward = read.unflatten(0, (2, x.shape[0]))
             read = forward + backward.flip(1)
         return self._output(read, x)
 

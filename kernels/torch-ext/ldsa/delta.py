@@ -337,12 +337,15 @@ def _scan(s, chunks, first, state, table, note):
 
 
 def new_saved_states(q, v, g, beta, bounds):
-    """The states before each segment, [segments,B*H,K,V], which the forward pass saves."""
+    """Room for the states before each segment, [segments,B*H,K,V] as one dimension.
+
+    One, because a graph for any number of frames must not ask whether there is one segment.
+    """
     batch, frames, heads, key_dim = q.shape
     sequences = batch if bounds is None else bounds.shape[0]
     chunks = -(-frames // CHUNK) if sequences == batch else frames // CHUNK + sequences
-    shape = -(-chunks // SEGMENT), batch * heads, key_dim, v.shape[3]
-    return q.new_empty(shape, dtype=compute_dtype(q, v, g, beta))
+    count = -(-chunks // SEGMENT) * batch * heads * key_dim * v.shape[3]
+    return q.new_empty(count, dtype=compute_dtype(q, v, g, beta))
 
 
 @_without_autocast
@@ -364,10 +367,11 @@ def chunk_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
     table = chunks.states(initial_state, v.new_empty(0, dtype=dtype), q.shape[3], v.shape[3])
     out, state = chunks.empty(v.shape, v), table[: chunks.batch].flatten(0, 1)
     saved = (new_saved_states(q, v, g, beta, bounds),) if save else ()
-    for i, (first, end) in enumerate(chunks.segments()):
+    segments = chunks.segments()
+    for i, (first, end) in enumerate(segments):
         s = _segment(chunks, first, end, q, k, v, g, beta, scale, dtype)
-        for before in saved:
-            before[i] = state
+        if save:
+            saved[0].view(len(segments), *state.shape)[i] = state
         errors, states, state = _scan(s, chunks, first, state, table, note=True)
         chunks.put(out, s.q_start @ states + s.a @ errors, first, end)
     if not chunks.packed:
@@ -398,9 +402,11 @@ def chunk_delta_backward(
     grads = [chunks.empty(x.shape, x) for x in (q, k, v, g)]
     grads.append(chunks.empty((*beta.shape, 1), beta))
     grad_state = grad_table[: chunks.batch].flatten(0, 1)
-    for (first, end), state in zip(reversed(chunks.segments()), reversed(saved[0].unbind())):
+    segments = chunks.segments()
+    states_before = saved[0].view(len(segments), *grad_state.shape)
+    for i, (first, end) in reversed(list(enumerate(segments))):
         s = _segment(chunks, first, end, q, k, v, g, beta, scale, dtype)
-        errors, states, _ = _scan(s, chunks, first, state, table, note=False)
+        errors, states, _ = _scan(s, chunks, first, states_before[i], table, note=False)
         d_out = chunks.take(grad_out, first, end, dtype)
 
         d_errors, d_states = s.a.mT @ d_out, torch.empty_like(states)

@@ -96,7 +96,8 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad_out, grad_state, _):
-    *tensors, saved = *ctx.saved_tensors[:7], list(ctx.saved_tensors[7:])
+    everything = ctx.saved_tensors  # once: checkpointing allows no second look
+    tensors, saved = everything[:7], list(everything[7:])
     if grad_out is None:
         grad_out = torch.zeros_like(tensors[2])
     grads = _delta_rule_backward(grad_out, grad_state, *tensors, ctx.scale, saved, ctx.fused)
