@@ -320,7 +320,8 @@ class SystolicLinearAttention(nn.Module):
         """
         self._must_stream()
         state = check_state(self, state, self.w_qkv.weight)
-        return self.w_out.weight.new_zeros(state.conv.shape[0], 0, self.n_feat)
+        # Through the projection: under autocast it has the dtype of a step's output.
+        return self.w_out(state.conv.new_zeros(len(state.conv), 0, self.w_out.in_features))
 
     def extra_repr(self) -> str:
         """Options shown in print(module)."""

@@ -252,10 +252,26 @@ if triton is not None:
                 c0 = tl.cast(tile * WIDTH + block * BLOCK_W, tl.int64)
                 cols = None if EVEN else WIDTH - block * BLOCK_W
                 keys = load_tile(
-                    k_ptr + c0 * stride_kk, stride_kt, stride_kk, rows, cols, 64, BLOCK_W, DTYPE, WIDE
+                    k_ptr + c0 * stride_kk,
+                    stride_kt,
+                    stride_kk,
+                    rows,
+                    cols,
+                    64,
+                    BLOCK_W,
+                    DTYPE,
+                    WIDE,
                 )
                 queries = load_tile(
-                    q_ptr + c0 * stride_qk, stride_qt, stride_qk, rows, cols, 64, BLOCK_W, DTYPE, WIDE
+                    q_ptr + c0 * stride_qk,
+                    stride_qt,
+                    stride_qk,
+                    rows,
+                    cols,
+                    64,
+                    BLOCK_W,
+                    DTYPE,
+                    WIDE,
                 )
                 x = tl.dot(keys, tl.trans(keys), x, input_precision=PRECISION)
                 y = tl.dot(queries, tl.trans(keys), y, input_precision=PRECISION)
@@ -729,9 +745,7 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
     # Frames of no sequence are written by no program.
     new = torch.empty if bounds is None else torch.zeros
     out = new(v.shape, dtype=v.dtype, device=v.device)
-    final = torch.empty(
-        (n_seqs, heads, key_dim, value_dim), dtype=torch.float32, device=q.device
-    )
+    final = torch.empty((n_seqs, heads, key_dim, value_dim), dtype=torch.float32, device=q.device)
     saved = new_saved(q, v, g, bounds) if save else ()
     if final.numel() == 0:
         return out, final, saved

@@ -416,7 +416,15 @@ if triton is not None:
                     states_ptr + c0 * V + v0, V, 1, cols_k, cols, BLOCK_W, BLOCK_V, DTYPE, False
                 )
                 grad_state = load_tile(
-                    grad_states_ptr + c0 * V + v0, V, 1, cols_k, cols, BLOCK_W, BLOCK_V, DTYPE, False
+                    grad_states_ptr + c0 * V + v0,
+                    V,
+                    1,
+                    cols_k,
+                    cols,
+                    BLOCK_W,
+                    BLOCK_V,
+                    DTYPE,
+                    False,
                 )
                 grad_q = tl.dot(grad, tl.trans(state), grad_q, input_precision=PRECISION)
                 plus = tl.dot(rest, tl.trans(state), plus, input_precision=PRECISION)
@@ -445,7 +453,9 @@ if triton is not None:
             y = load_tile(grad_a_ptr, 1, 64, None, None, 64, 64, tl.float32, False)
             minus = tl.dot((decay * y).to(DTYPE), q, minus, input_precision=PRECISION)
             store_tile(grad_q_ptr + c0, grad_q, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False)
-            store_tile(grad_k_ptr + c0, plus + minus, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False)
+            store_tile(
+                grad_k_ptr + c0, plus + minus, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False
+            )
             grad_gate += tl.sum(q.to(tl.float32) * grad_q + k.to(tl.float32) * (plus - minus), 1)
             grad_gate += tl.where(i == 63, carried, 0.0)
 
