@@ -159,12 +159,13 @@ def peers(batch: int, device: str, dtype: torch.dtype, compiled: bool) -> dict:
         print("torchaudio is not installed: no emformer")
         return runs, encoder
     emformer = Emformer(WIDTH, 4, 4 * WIDTH, LAYERS, FRAMES // SUBSAMPLING, left_context_length=14)
-    emformer = emformer.to(**to).eval()
+    emformer = emformer.to(device).eval()  # float32: its states are, whatever its parameters
+    single = frames.float()
     lengths = torch.full((batch,), FRAMES // SUBSAMPLING, device=device)
     held = [None]
 
     def infer():
-        held[0] = emformer.infer(frames, lengths, held[0])[-1]
+        held[0] = emformer.infer(single, lengths, held[0])[-1]
 
     runs["emformer"] = infer
     return runs, encoder

@@ -749,9 +749,11 @@ def _shift(left, window, block, ring):
 
 def empty_like(x):
     """Uninitialised dense tensor with the shape, dtype, device and memory order of `x`."""
-    if x.is_contiguous() or x.permute(0, 3, 1, 2).is_contiguous():
-        return torch.empty_like(x)
-    return torch.empty_permuted(x.shape, memory_order(x), dtype=x.dtype, device=x.device)
+    if x.is_contiguous():
+        return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    channel_last = 0, 3, 1, 2
+    order = channel_last if x.permute(channel_last).is_contiguous() else memory_order(x)
+    return torch.empty_permuted(x.shape, order, dtype=x.dtype, device=x.device)
 
 
 # Compiled kernels, with their grid and numbers, by everything that these depend on: a launch that
