@@ -182,7 +182,9 @@ if triton is not None:
         gates_ptr,
         a_ptr,
         inverse_ptr,
+        inverse_low_ptr,
         adjoint_ptr,
+        adjoint_low_ptr,
         n_seqs,
         n_heads,
         n_frames,
@@ -217,7 +219,7 @@ if triton is not None:
         X = K K^T and Y = Q K^T per tile. One program owns one chunk of one head. Reads q and k
         [64, K], g [64, tiles], beta [64]; writes the gate sums G (as powers of two) [tiles, 64], A
         and the inverse [64, 64] and, where adjoint_ptr is given, M = (I + diag(beta) P)^-1 for the
-        backward pass.
+        backward pass. The inverses are in two halves (see solve) where these have 16 bits.
         """
         pid = tl.program_id(0)
         h = pid % n_heads
@@ -273,10 +275,16 @@ if triton is not None:
         inverse = _join_blocks(inverse, lower, 8, PRECISION)
         inverse = _join_blocks(inverse, lower, 16, PRECISION)
         inverse = _join_blocks(inverse, lower, 32, PRECISION)
-        store_tile(inverse_ptr + at * 4096, inverse, 64, 1, None, None, 64, 64, False)
+        high, low = halves(inverse, DTYPE)
+        store_tile(inverse_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+        if DTYPE != tl.float32:
+            store_tile(inverse_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
         if adjoint_ptr is not None:
             adjoint = eye - beta[:, None] * tl.dot(inverse, p, input_precision=PRECISION)
-            store_tile(adjoint_ptr + at * 4096, adjoint, 64, 1, None, None, 64, 64, False)
+            high, low = halves(adjoint, DTYPE)
+            store_tile(adjoint_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+            if DTYPE != tl.float32:
+                store_tile(adjoint_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
 
     @triton.jit
     def block_gates(
@@ -309,6 +317,37 @@ if triton is not None:
         return tl.exp2(sums), remain, tl.exp2(last)
 
     @triton.jit
+    def halves(x, DTYPE: tl.constexpr):
+        """x as a sum of two numbers of a 16-bit DTYPE, which have twice its digits."""
+        high = x.to(DTYPE)
+        return high, (x - high.to(tl.float32)).to(DTYPE)
+
+    @triton.jit
+    def solve(
+        inverse_ptr, low_ptr, x, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """inverse x or inverse^T x, for a stored inverse [64, 64] and float32 x [64, BLOCK_V].
+
+        Keys that resemble each other, with beta near 2, make the terms of each sum cancel: rounded
+        once to 16 bits they would leave errors that grow from chunk to chunk.
+        """
+        inverse = load_tile(inverse_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
+        if TRANSPOSED:
+            inverse = tl.trans(inverse)
+        if DTYPE == tl.float32:
+            y = tl.dot(inverse, x, input_precision=PRECISION)
+        else:
+            low = load_tile(low_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
+            if TRANSPOSED:
+                low = tl.trans(low)
+            x, x_low = halves(x, DTYPE)
+            y = tl.dot(low, x)
+            y = tl.dot(inverse, x_low, y)
+            y = tl.dot(inverse, x, y)
+        return y
+
+    @triton.jit
     def read_state(
         total, x, state, factor, ONE_GATE: tl.constexpr, DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
@@ -322,15 +361,22 @@ if triton is not None:
 
     @triton.jit
     def write_state(
-        state, x, values, factor, ONE_GATE: tl.constexpr, DTYPE: tl.constexpr,
-        PRECISION: tl.constexpr,
+        state, x, values, factor, ONE_GATE: tl.constexpr, HALVES: tl.constexpr,
+        DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """state + (x factor)^T values; one gate scales the rows of the values instead of x."""
+        """state + (x factor)^T values; one gate scales the rows of the values instead of x.
+
+        HALVES: values may cancel in the sum (see solve) and keep twice the digits of DTYPE.
+        """
         if ONE_GATE:
             values = values * factor
         else:
             x = (x * factor).to(DTYPE)
-        return tl.dot(tl.trans(x), values.to(DTYPE), state, input_precision=PRECISION)
+        x = tl.trans(x)
+        if HALVES and DTYPE != tl.float32:
+            values, low = halves(values, DTYPE)
+            state = tl.dot(x, low, state)
+        return tl.dot(x, values.to(DTYPE), state, input_precision=PRECISION)
 
     @triton.jit
     def load_block(
@@ -382,6 +428,7 @@ if triton is not None:
         gates_ptr,
         a_ptr,
         inverse_ptr,
+        inverse_low_ptr,
         errors_ptr,
         states_ptr,
         n_heads,
@@ -501,24 +548,31 @@ if triton is not None:
                     store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
             v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
-            inverse = load_tile(inverse_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
-            rest = (v.to(tl.float32) - old).to(DTYPE)
-            errors = tl.dot(inverse, rest, input_precision=PRECISION)
+            rest = v.to(tl.float32) - old
+            errors = solve(
+                inverse_ptr + at * 4096, inverse_low_ptr + at * 4096, rest, False, DTYPE, PRECISION
+            )
             if SAVE:
                 store_tile(
                     errors_ptr + at * (64 * V) + v0, errors, V, 1, None, cols, 64, BLOCK_V, False
                 )
             values = errors * beta[:, None]
-            s0 = write_state(s0 * left0, k0, values, remain0, ONE, DTYPE, PRECISION)
+            s0 = write_state(s0 * left0, k0, values, remain0, ONE, True, DTYPE, PRECISION)
             if NB > 1:
-                s1 = write_state(s1 * left1, k1, values, remain1, ONE, DTYPE, PRECISION)
+                s1 = write_state(s1 * left1, k1, values, remain1, ONE, True, DTYPE, PRECISION)
             if NB > 2:
-                s2 = write_state(s2 * left2, k2, values, remain2, ONE, DTYPE, PRECISION)
+                s2 = write_state(s2 * left2, k2, values, remain2, ONE, True, DTYPE, PRECISION)
             if NB > 3:
-                s3 = write_state(s3 * left3, k3, values, remain3, ONE, DTYPE, PRECISION)
-            out = tl.dot(a, values.to(DTYPE), out * scale, input_precision=PRECISION)
+                s3 = write_state(s3 * left3, k3, values, remain3, ONE, True, DTYPE, PRECISION)
+            out *= scale
+            if DTYPE == tl.float32:
+                out = tl.dot(a, values, out, input_precision=PRECISION)
+            else:
+                values, low = halves(values, DTYPE)
+                out = tl.dot(a, low, out)
+                out = tl.dot(a, values, out)
             store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
             q_ptr += 64 * stride_qt
             k_ptr += 64 * stride_kt
@@ -659,13 +713,13 @@ def operand_dtype(q, v):
 def new_saved(q, v, g, bounds):
     """Uninitialised tensors that the forward pass fills for the backward pass.
 
-    Gate sums G [B·slots, H, tiles, 64] float32; A and M [.., 64, 64], the errors E [.., 64, V] and
-    the state before each chunk [.., K, V] in the dtype of q and v.
+    Gate sums G [B·slots, H, tiles, 64] float32; A and both halves of M [.., 64, 64], the errors E
+    [.., 64, V] and the state before each chunk [.., K, V] in the dtype of q and v.
     """
     batch, _, _, n_slots = sizes(q, v, g, bounds)
     heads, key_dim = q.shape[2:]
     value_dim, lead, dtype = v.shape[3], (batch * n_slots, heads), operand_dtype(q, v)
-    shapes = [(CHUNK, CHUNK), (CHUNK, CHUNK), (CHUNK, value_dim), (key_dim, value_dim)]
+    shapes = [(CHUNK, CHUNK)] * 3 + [(CHUNK, value_dim), (key_dim, value_dim)]
     gates = torch.empty((*lead, g.shape[3], CHUNK), dtype=torch.float32, device=q.device)
     return (gates, *(torch.empty((*lead, *s), dtype=dtype, device=q.device) for s in shapes))
 
@@ -752,22 +806,24 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
             )  # fmt: skip
             return out, final, saved
         if save:
-            gates, a, adjoint, errors, states = saved
+            gates, a, adjoint, adjoint_low, errors, states = saved
         else:
-            gates, a, *_ = new_saved(q[..., :0], v[..., :0], g, bounds)
-            adjoint = errors = states = None
-        inverse = torch.empty_like(a)
+            gates, a, inverse, inverse_low, *_ = new_saved(q, v[..., :0], g, bounds)
+            adjoint = adjoint_low = errors = states = None
+        if save:
+            inverse, inverse_low = torch.empty_like(a), torch.empty_like(a)
         if n_slots > 0:
             _delta_intra_fwd_kernel[(batch * n_slots * heads,)](
-                q, k, g, beta, bounds, gates, a, inverse, adjoint, n_seqs, heads, frames, n_slots,
+                q, k, g, beta, bounds, gates, a, inverse, inverse_low, adjoint, adjoint_low,
+                n_seqs, heads, frames, n_slots,
                 *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
                 BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
                 num_warps=4, num_stages=1, **options,
             )  # fmt: skip
         tiles = scan_tiles(q, v, n_seqs * heads)
         _delta_scan_fwd_kernel[(n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)](
-            q, k, v, beta, out, initial_state, final, bounds, gates, a, inverse, errors, states,
-            heads, frames, n_slots,
+            q, k, v, beta, out, initial_state, final, bounds, gates, a, inverse, inverse_low,
+            errors, states, heads, frames, n_slots,
             *q.stride(), *k.stride(), *v.stride(), *beta.stride(), *out.stride()[:3], scale,
             V=value_dim, SAVE=save, WIDE=wide(q, k, v, beta[..., None]), **options, **tiles,
         )  # fmt: skip
