@@ -181,6 +181,7 @@ if triton is not None:
         bounds_ptr,
         gates_ptr,
         a_ptr,
+        a_low_ptr,
         inverse_ptr,
         inverse_low_ptr,
         adjoint_ptr,
@@ -219,7 +220,7 @@ if triton is not None:
         X = K K^T and Y = Q K^T per tile. One program owns one chunk of one head. Reads q and k
         [64, K], g [64, tiles], beta [64]; writes the gate sums G (as powers of two) [tiles, 64], A
         and the inverse [64, 64] and, where adjoint_ptr is given, M = (I + diag(beta) P)^-1 for the
-        backward pass. The inverses are in two halves (see solve) where these have 16 bits.
+        backward pass. The inverses are in two halves (see precise_dot) where these have 16 bits.
         """
         pid = tl.program_id(0)
         h = pid % n_heads
@@ -264,7 +265,10 @@ if triton is not None:
             decay = decay_between(gate, gate, True)
             p += decay * x
             a += decay * y
-        store_tile(a_ptr + at * 4096, a * scale, 64, 1, None, None, 64, 64, False)
+        high, low = halves(a * scale, DTYPE)
+        store_tile(a_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+        if DTYPE != tl.float32:
+            store_tile(a_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
         p = tl.where(i[:, None] > i[None, :], p, 0.0)
         beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
         lower = p * beta[None, :]
@@ -323,29 +327,29 @@ if triton is not None:
         return high, (x - high.to(tl.float32)).to(DTYPE)
 
     @triton.jit
-    def solve(
-        inverse_ptr, low_ptr, x, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
+    def precise_dot(
+        acc, high_ptr, low_ptr, x, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """inverse x or inverse^T x, for a stored inverse [64, 64] and float32 x [64, BLOCK_V].
+        """acc + m x or acc + m^T x, for a stored m [64, 64] and float32 x [64, BLOCK_V], in halves.
 
         Keys that resemble each other, with beta near 2, make the terms of each sum cancel: rounded
         once to 16 bits they would leave errors that grow from chunk to chunk.
         """
-        inverse = load_tile(inverse_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
+        high = load_tile(high_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
         if TRANSPOSED:
-            inverse = tl.trans(inverse)
+            high = tl.trans(high)
         if DTYPE == tl.float32:
-            y = tl.dot(inverse, x, input_precision=PRECISION)
+            acc = tl.dot(high, x, acc, input_precision=PRECISION)
         else:
             low = load_tile(low_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
             if TRANSPOSED:
                 low = tl.trans(low)
             x, x_low = halves(x, DTYPE)
-            y = tl.dot(low, x)
-            y = tl.dot(inverse, x_low, y)
-            y = tl.dot(inverse, x, y)
-        return y
+            acc = tl.dot(low, x, acc)
+            acc = tl.dot(high, x_low, acc)
+            acc = tl.dot(high, x, acc)
+        return acc
 
     @triton.jit
     def read_state(
@@ -366,7 +370,7 @@ if triton is not None:
     ):  # fmt: skip
         """state + (x factor)^T values; one gate scales the rows of the values instead of x.
 
-        HALVES: values may cancel in the sum (see solve) and keep twice the digits of DTYPE.
+        HALVES: values may cancel in the sum (see precise_dot) and keep twice the digits of DTYPE.
         """
         if ONE_GATE:
             values = values * factor
@@ -427,6 +431,7 @@ if triton is not None:
         bounds_ptr,
         gates_ptr,
         a_ptr,
+        a_low_ptr,
         inverse_ptr,
         inverse_low_ptr,
         errors_ptr,
@@ -548,12 +553,12 @@ if triton is not None:
                     store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
             v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
-            a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
             rest = v.to(tl.float32) - old
-            errors = solve(
-                inverse_ptr + at * 4096, inverse_low_ptr + at * 4096, rest, False, DTYPE, PRECISION
-            )
+            errors = precise_dot(
+                tl.zeros([64, BLOCK_V], tl.float32), inverse_ptr + at * 4096,
+                inverse_low_ptr + at * 4096, rest, False, DTYPE, PRECISION,
+            )  # fmt: skip
             if SAVE:
                 store_tile(
                     errors_ptr + at * (64 * V) + v0, errors, V, 1, None, cols, 64, BLOCK_V, False
@@ -566,13 +571,10 @@ if triton is not None:
                 s2 = write_state(s2 * left2, k2, values, remain2, ONE, True, DTYPE, PRECISION)
             if NB > 3:
                 s3 = write_state(s3 * left3, k3, values, remain3, ONE, True, DTYPE, PRECISION)
-            out *= scale
-            if DTYPE == tl.float32:
-                out = tl.dot(a, values, out, input_precision=PRECISION)
-            else:
-                values, low = halves(values, DTYPE)
-                out = tl.dot(a, low, out)
-                out = tl.dot(a, values, out)
+            out = precise_dot(
+                out * scale, a_ptr + at * 4096, a_low_ptr + at * 4096, values, False, DTYPE,
+                PRECISION,
+            )  # fmt: skip
             store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
             q_ptr += 64 * stride_qt
             k_ptr += 64 * stride_kt
@@ -805,25 +807,22 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
                 num_warps=4,
             )  # fmt: skip
             return out, final, saved
-        if save:
-            gates, a, adjoint, adjoint_low, errors, states = saved
-        else:
-            gates, a, inverse, inverse_low, *_ = new_saved(q, v[..., :0], g, bounds)
-            adjoint = adjoint_low = errors = states = None
-        if save:
-            inverse, inverse_low = torch.empty_like(a), torch.empty_like(a)
+        gates, a, adjoint, adjoint_low, errors, states = (
+            saved if save else (*new_saved(q[..., :0], v[..., :0], g, bounds)[:2], *[None] * 4)
+        )
+        a_low, inverse, inverse_low = (torch.empty_like(a) for _ in range(3))
         if n_slots > 0:
             _delta_intra_fwd_kernel[(batch * n_slots * heads,)](
-                q, k, g, beta, bounds, gates, a, inverse, inverse_low, adjoint, adjoint_low,
-                n_seqs, heads, frames, n_slots,
+                q, k, g, beta, bounds, gates, a, a_low, inverse, inverse_low,
+                adjoint, adjoint_low, n_seqs, heads, frames, n_slots,
                 *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
                 BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
                 num_warps=4, num_stages=1, **options,
             )  # fmt: skip
         tiles = scan_tiles(q, v, n_seqs * heads)
         _delta_scan_fwd_kernel[(n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)](
-            q, k, v, beta, out, initial_state, final, bounds, gates, a, inverse, inverse_low,
-            errors, states, heads, frames, n_slots,
+            q, k, v, beta, out, initial_state, final, bounds, gates, a, a_low, inverse,
+            inverse_low, errors, states, heads, frames, n_slots,
             *q.stride(), *k.stride(), *v.stride(), *beta.stride(), *out.stride()[:3], scale,
             V=value_dim, SAVE=save, WIDE=wide(q, k, v, beta[..., None]), **options, **tiles,
         )  # fmt: skip

@@ -38,9 +38,9 @@ if triton is not None:
         load_rows,
         load_state,
         load_tile,
+        precise_dot,
         read_state,
         sequence,
-        solve,
         store_state,
         store_tile,
         write_state,
@@ -163,9 +163,10 @@ if triton is not None:
                 store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
             beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
-            rest = solve(
-                adjoint_ptr + at * 4096, adjoint_low_ptr + at * 4096, values, True, DTYPE, PRECISION
-            )
+            rest = precise_dot(
+                tl.zeros([64, BLOCK_V], tl.float32), adjoint_ptr + at * 4096,
+                adjoint_low_ptr + at * 4096, values, True, DTYPE, PRECISION,
+            )  # fmt: skip
             store_tile(
                 grad_rest_ptr + kept * (64 * V) + v0, rest, V, 1, None, cols, 64, BLOCK_V, False
             )
@@ -498,7 +499,7 @@ def launch_delta_backward(
             here = batch * (high - low) * heads
             grad_rest = errors.new_empty((here, CHUNK, value_dim))
             grad_states = errors.new_empty((here, key_dim, value_dim))
-            grad_a = errors.new_empty((here, CHUNK, CHUNK))
+            grad_a = gates.new_empty((here, CHUNK, CHUNK))
             grad_p = torch.empty_like(grad_a)
             _delta_scan_bwd_kernel[scan_grid](
                 grad_out, q, k, beta, grad_state, bounds, gates, a, adjoint, adjoint_low,
