@@ -322,9 +322,14 @@ if triton is not None:
 
     @triton.jit
     def halves(x, DTYPE: tl.constexpr):
-        """x as a sum of two numbers of a 16-bit DTYPE, which have twice its digits."""
-        high = x.to(DTYPE)
-        return high, (x - high.to(tl.float32)).to(DTYPE)
+        """float32 x as a sum of two numbers of a 16-bit DTYPE, which have twice its digits.
+
+        The first is rounded by arithmetic on its bits, for a conversion would not be undone cheaply.
+        """
+        DROPPED: tl.constexpr = 0x1FFF if DTYPE == tl.float16 else 0xFFFF
+        bits = x.to(tl.int32, bitcast=True) + (DROPPED + 1) // 2
+        top = (bits & ~DROPPED).to(tl.float32, bitcast=True)
+        return top.to(DTYPE), (x - top).to(DTYPE)
 
     @triton.jit
     def precise_dot(

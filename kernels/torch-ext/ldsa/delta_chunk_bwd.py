@@ -34,6 +34,7 @@ if triton is not None:
         block_gates,
         chunk_at,
         decay_between,
+        halves,
         load_block,
         load_rows,
         load_state,
@@ -441,13 +442,23 @@ if triton is not None:
             x = load_tile(grad_p_ptr, 64, 1, None, None, 64, 64, tl.float32, False)
             plus = tl.dot((decay * x).to(DTYPE), k, plus, input_precision=PRECISION)
             y = load_tile(grad_a_ptr, 64, 1, None, None, 64, 64, tl.float32, False)
-            grad_q = tl.dot((decay * y).to(DTYPE), k, grad_q, input_precision=PRECISION)
+            y *= decay
+            if DTYPE != tl.float32:
+                # For keys that resemble each other the terms of the product cancel.
+                y, low = halves(y, DTYPE)
+                grad_q = tl.dot(low, k, grad_q)
+            grad_q = tl.dot(y.to(DTYPE), k, grad_q, input_precision=PRECISION)
             # Transposed by loading again: a transposed product in registers is not to be trusted.
             decay = decay_between(gate, gate, False)
             x = load_tile(grad_p_ptr, 1, 64, None, None, 64, 64, tl.float32, False)
             minus = tl.dot((decay * x).to(DTYPE), k, minus, input_precision=PRECISION)
             y = load_tile(grad_a_ptr, 1, 64, None, None, 64, 64, tl.float32, False)
-            minus = tl.dot((decay * y).to(DTYPE), q, minus, input_precision=PRECISION)
+            y *= decay
+            if DTYPE != tl.float32:
+                # What cancels in dG is rounded alike.
+                y, low = halves(y, DTYPE)
+                minus = tl.dot(low, q, minus)
+            minus = tl.dot(y.to(DTYPE), q, minus, input_precision=PRECISION)
             store_tile(grad_q_ptr + c0, grad_q, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False)
             store_tile(grad_k_ptr + c0, plus + minus, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False)
             grad_gate += tl.sum(q.to(tl.float32) * grad_q + k.to(tl.float32) * (plus - minus), 1)
