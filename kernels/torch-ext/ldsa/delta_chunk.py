@@ -759,15 +759,17 @@ def common(q, v, g, packed):
 
 
 def scan_tiles(q, v, n_programs):
-    """Block sizes of a scan's program, and warps; n_programs: sequences times heads."""
+    """Block sizes of a scan's program, warps and stages; n_programs: sequences times heads."""
     value_dim = v.shape[3]
-    block_k = block_of(q.shape[3])
-    block_v = 64 if operand_dtype(q, v).itemsize == 2 else 16
-    while block_v > 16 and n_programs * triton.cdiv(value_dim, block_v) < 64:
-        block_v //= 2
-    block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
-    warps = 8 if q.shape[3] > 128 else 4
-    return dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=warps, num_stages=2)
+    half = operand_dtype(q, v).itemsize == 2
+    block_v = 32 if half and n_programs * value_dim >= 32 * 64 else 16
+    return dict(
+        BLOCK_K=block_of(q.shape[3]),
+        BLOCK_V=min(block_v, max(16, triton.next_power_of_2(value_dim))),
+        # With more warps Triton lets two groups compute the same 64 rows of a product.
+        num_warps=4,
+        num_stages=2 if half else 1,
+    )
 
 
 def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
