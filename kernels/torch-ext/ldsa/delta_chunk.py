@@ -157,6 +157,17 @@ if triton is not None:
         return tl.exp2(exponent)
 
     @triton.jit
+    def halves(x, DTYPE: tl.constexpr):
+        """float32 x as a sum of two numbers of a 16-bit DTYPE, which have twice its digits.
+
+        The first is rounded by arithmetic on its bits, for a conversion would not be undone cheaply.
+        """
+        DROPPED: tl.constexpr = 0x1FFF if DTYPE == tl.float16 else 0xFFFF
+        bits = x.to(tl.int32, bitcast=True) + (DROPPED + 1) // 2
+        top = (bits & ~DROPPED).to(tl.float32, bitcast=True)
+        return top.to(DTYPE), (x - top).to(DTYPE)
+
+    @triton.jit
     def _join_blocks(inverse, lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
         """Inverse of I + lower on diagonal blocks of 2 SIZE, given that on blocks of SIZE.
 
@@ -319,17 +330,6 @@ if triton is not None:
             column = c[:, None]
             last = tl.load(gates_ptr + column // WIDTH * 64 + 63, mask=column < K, other=0.0)
         return tl.exp2(sums), remain, tl.exp2(last)
-
-    @triton.jit
-    def halves(x, DTYPE: tl.constexpr):
-        """float32 x as a sum of two numbers of a 16-bit DTYPE, which have twice its digits.
-
-        The first is rounded by arithmetic on its bits, for a conversion would not be undone cheaply.
-        """
-        DROPPED: tl.constexpr = 0x1FFF if DTYPE == tl.float16 else 0xFFFF
-        bits = x.to(tl.int32, bitcast=True) + (DROPPED + 1) // 2
-        top = (bits & ~DROPPED).to(tl.float32, bitcast=True)
-        return top.to(DTYPE), (x - top).to(DTYPE)
 
     @triton.jit
     def precise_dot(
@@ -758,6 +758,13 @@ def common(q, v, g, packed):
     )
 
 
+def _shared_memory(device):
+    """Bytes of shared memory that one program can have."""
+    if device.type != "cuda":
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
 def scan_tiles(q, v, n_programs):
     """Block sizes of a scan's program, warps and stages; n_programs: sequences times heads."""
     value_dim = v.shape[3]
@@ -768,7 +775,7 @@ def scan_tiles(q, v, n_programs):
         BLOCK_V=min(block_v, max(16, triton.next_power_of_2(value_dim))),
         # With more warps Triton lets two groups compute the same 64 rows of a product.
         num_warps=4,
-        num_stages=2 if half else 1,
+        num_stages=2 if half and _shared_memory(q.device) > 210_000 else 1,
     )
 
 

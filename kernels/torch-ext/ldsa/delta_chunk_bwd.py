@@ -403,7 +403,7 @@ if triton is not None:
         grad_gate = tl.zeros([64], tl.float32)
         grad_last = tl.zeros([BLOCK_W], tl.float32)
 
-        for block in tl.static_range(BLOCKS):
+        for block in tl.range(BLOCKS, num_stages=1):
             c0 = block * BLOCK_W
             cols_k = None if EVEN_W else WIDTH - c0
             grad_q = tl.zeros([64, BLOCK_W], tl.float32)
