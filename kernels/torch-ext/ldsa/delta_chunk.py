@@ -157,6 +157,17 @@ if triton is not None:
         return tl.exp2(exponent)
 
     @triton.jit
+    def halves(x, DTYPE: tl.constexpr):
+        """float32 x as a sum of two numbers of a 16-bit DTYPE, which have twice its digits.
+
+        The first is rounded by arithmetic on its bits, for a conversion would not be undone cheaply.
+        """
+        DROPPED: tl.constexpr = 0x1FFF if DTYPE == tl.float16 else 0xFFFF
+        bits = x.to(tl.int32, bitcast=True) + (DROPPED + 1) // 2
+        top = (bits & ~DROPPED).to(tl.float32, bitcast=True)
+        return top.to(DTYPE), (x - top).to(DTYPE)
+
+    @triton.jit
     def _join_blocks(inverse, lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
         """Inverse of I + lower on diagonal blocks of 2 SIZE, given that on blocks of SIZE.
 
@@ -181,8 +192,11 @@ if triton is not None:
         bounds_ptr,
         gates_ptr,
         a_ptr,
+        a_low_ptr,
         inverse_ptr,
+        inverse_low_ptr,
         adjoint_ptr,
+        adjoint_low_ptr,
         n_seqs,
         n_heads,
         n_frames,
@@ -217,7 +231,7 @@ if triton is not None:
         X = K K^T and Y = Q K^T per tile. One program owns one chunk of one head. Reads q and k
         [64, K], g [64, tiles], beta [64]; writes the gate sums G (as powers of two) [tiles, 64], A
         and the inverse [64, 64] and, where adjoint_ptr is given, M = (I + diag(beta) P)^-1 for the
-        backward pass.
+        backward pass. The inverses are in two halves (see precise_dot) where these have 16 bits.
         """
         pid = tl.program_id(0)
         h = pid % n_heads
@@ -278,7 +292,10 @@ if triton is not None:
             decay = decay_between(gate, gate, True)
             p += decay * x
             a += decay * y
-        store_tile(a_ptr + at * 4096, a * scale, 64, 1, None, None, 64, 64, False)
+        high, low = halves(a * scale, DTYPE)
+        store_tile(a_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+        if DTYPE != tl.float32:
+            store_tile(a_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
         p = tl.where(i[:, None] > i[None, :], p, 0.0)
         beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
         lower = p * beta[None, :]
@@ -289,10 +306,16 @@ if triton is not None:
         inverse = _join_blocks(inverse, lower, 8, PRECISION)
         inverse = _join_blocks(inverse, lower, 16, PRECISION)
         inverse = _join_blocks(inverse, lower, 32, PRECISION)
-        store_tile(inverse_ptr + at * 4096, inverse, 64, 1, None, None, 64, 64, False)
+        high, low = halves(inverse, DTYPE)
+        store_tile(inverse_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+        if DTYPE != tl.float32:
+            store_tile(inverse_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
         if adjoint_ptr is not None:
             adjoint = eye - beta[:, None] * tl.dot(inverse, p, input_precision=PRECISION)
-            store_tile(adjoint_ptr + at * 4096, adjoint, 64, 1, None, None, 64, 64, False)
+            high, low = halves(adjoint, DTYPE)
+            store_tile(adjoint_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+            if DTYPE != tl.float32:
+                store_tile(adjoint_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
 
     @triton.jit
     def block_gates(
@@ -325,6 +348,31 @@ if triton is not None:
         return tl.exp2(sums), remain, tl.exp2(last)
 
     @triton.jit
+    def precise_dot(
+        acc, high_ptr, low_ptr, x, TRANSPOSED: tl.constexpr, DTYPE: tl.constexpr,
+        PRECISION: tl.constexpr,
+    ):  # fmt: skip
+        """acc + m x or acc + m^T x, for a stored m [64, 64] and float32 x [64, BLOCK_V], in halves.
+
+        Keys that resemble each other, with beta near 2, make the terms of each sum cancel: rounded
+        once to 16 bits they would leave errors that grow from chunk to chunk.
+        """
+        high = load_tile(high_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
+        if TRANSPOSED:
+            high = tl.trans(high)
+        if DTYPE == tl.float32:
+            acc = tl.dot(high, x, acc, input_precision=PRECISION)
+        else:
+            low = load_tile(low_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
+            if TRANSPOSED:
+                low = tl.trans(low)
+            x, x_low = halves(x, DTYPE)
+            acc = tl.dot(low, x, acc)
+            acc = tl.dot(high, x_low, acc)
+            acc = tl.dot(high, x, acc)
+        return acc
+
+    @triton.jit
     def read_state(
         total, x, state, factor, ONE_GATE: tl.constexpr, DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
@@ -338,15 +386,22 @@ if triton is not None:
 
     @triton.jit
     def write_state(
-        state, x, values, factor, ONE_GATE: tl.constexpr, DTYPE: tl.constexpr,
-        PRECISION: tl.constexpr,
+        state, x, values, factor, ONE_GATE: tl.constexpr, HALVES: tl.constexpr,
+        DTYPE: tl.constexpr, PRECISION: tl.constexpr,
     ):  # fmt: skip
-        """state + (x factor)^T values; one gate scales the rows of the values instead of x."""
+        """state + (x factor)^T values; one gate scales the rows of the values instead of x.
+
+        HALVES: values may cancel in the sum (see precise_dot) and keep twice the digits of DTYPE.
+        """
         if ONE_GATE:
             values = values * factor
         else:
             x = (x * factor).to(DTYPE)
-        return tl.dot(tl.trans(x), values.to(DTYPE), state, input_precision=PRECISION)
+        x = tl.trans(x)
+        if HALVES and DTYPE != tl.float32:
+            values, low = halves(values, DTYPE)
+            state = tl.dot(x, low, state)
+        return tl.dot(x, values.to(DTYPE), state, input_precision=PRECISION)
 
     @triton.jit
     def load_block(
@@ -397,7 +452,9 @@ if triton is not None:
         bounds_ptr,
         gates_ptr,
         a_ptr,
+        a_low_ptr,
         inverse_ptr,
+        inverse_low_ptr,
         errors_ptr,
         states_ptr,
         n_heads,
@@ -517,24 +574,28 @@ if triton is not None:
                     store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
             v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
-            inverse = load_tile(inverse_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
-            a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
-            rest = (v.to(tl.float32) - old).to(DTYPE)
-            errors = tl.dot(inverse, rest, input_precision=PRECISION)
+            rest = v.to(tl.float32) - old
+            errors = precise_dot(
+                tl.zeros([64, BLOCK_V], tl.float32), inverse_ptr + at * 4096,
+                inverse_low_ptr + at * 4096, rest, False, DTYPE, PRECISION,
+            )  # fmt: skip
             if SAVE:
                 store_tile(
                     errors_ptr + at * (64 * V) + v0, errors, V, 1, None, cols, 64, BLOCK_V, False
                 )
             values = errors * beta[:, None]
-            s0 = write_state(s0 * left0, k0, values, remain0, ONE, DTYPE, PRECISION)
+            s0 = write_state(s0 * left0, k0, values, remain0, ONE, True, DTYPE, PRECISION)
             if NB > 1:
-                s1 = write_state(s1 * left1, k1, values, remain1, ONE, DTYPE, PRECISION)
+                s1 = write_state(s1 * left1, k1, values, remain1, ONE, True, DTYPE, PRECISION)
             if NB > 2:
-                s2 = write_state(s2 * left2, k2, values, remain2, ONE, DTYPE, PRECISION)
+                s2 = write_state(s2 * left2, k2, values, remain2, ONE, True, DTYPE, PRECISION)
             if NB > 3:
-                s3 = write_state(s3 * left3, k3, values, remain3, ONE, DTYPE, PRECISION)
-            out = tl.dot(a, values.to(DTYPE), out * scale, input_precision=PRECISION)
+                s3 = write_state(s3 * left3, k3, values, remain3, ONE, True, DTYPE, PRECISION)
+            out = precise_dot(
+                out * scale, a_ptr + at * 4096, a_low_ptr + at * 4096, values, False, DTYPE,
+                PRECISION,
+            )  # fmt: skip
             store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
             q_ptr += 64 * stride_qt
             k_ptr += 64 * stride_kt
@@ -675,13 +736,13 @@ def operand_dtype(q, v):
 def new_saved(q, v, g, bounds):
     """Uninitialised tensors that the forward pass fills for the backward pass.
 
-    Gate sums G [B·slots, H, tiles, 64] float32; A and M [.., 64, 64], the errors E [.., 64, V] and
-    the state before each chunk [.., K, V] in the dtype of q and v.
+    Gate sums G [B·slots, H, tiles, 64] float32; A and both halves of M [.., 64, 64], the errors E
+    [.., 64, V] and the state before each chunk [.., K, V] in the dtype of q and v.
     """
     batch, _, _, n_slots = sizes(q, v, g, bounds)
     heads, key_dim = q.shape[2:]
     value_dim, lead, dtype = v.shape[3], (batch * n_slots, heads), operand_dtype(q, v)
-    shapes = [(CHUNK, CHUNK), (CHUNK, CHUNK), (CHUNK, value_dim), (key_dim, value_dim)]
+    shapes = [(CHUNK, CHUNK)] * 3 + [(CHUNK, value_dim), (key_dim, value_dim)]
     gates = torch.empty((*lead, g.shape[3], CHUNK), dtype=torch.float32, device=q.device)
     return (gates, *(torch.empty((*lead, *s), dtype=dtype, device=q.device) for s in shapes))
 
@@ -713,16 +774,25 @@ def common(q, v, g, packed):
     )
 
 
+def _shared_memory(device):
+    """Bytes of shared memory that one program can have."""
+    if device.type != "cuda":
+        return 0
+    return getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)
+
+
 def scan_tiles(q, v, n_programs):
-    """Block sizes of a scan's program, and warps; n_programs: sequences times heads."""
+    """Block sizes of a scan's program, warps and stages; n_programs: sequences times heads."""
     value_dim = v.shape[3]
-    block_k = block_of(q.shape[3])
-    block_v = 64 if operand_dtype(q, v).itemsize == 2 else 16
-    while block_v > 16 and n_programs * triton.cdiv(value_dim, block_v) < 64:
-        block_v //= 2
-    block_v = min(block_v, max(16, triton.next_power_of_2(value_dim)))
-    warps = 8 if q.shape[3] > 128 else 4
-    return dict(BLOCK_K=block_k, BLOCK_V=block_v, num_warps=warps, num_stages=2)
+    half = operand_dtype(q, v).itemsize == 2
+    block_v = 32 if half and n_programs * value_dim >= 32 * 64 else 16
+    return dict(
+        BLOCK_K=block_of(q.shape[3]),
+        BLOCK_V=min(block_v, max(16, triton.next_power_of_2(value_dim))),
+        # With more warps Triton lets two groups compute the same 64 rows of a product.
+        num_warps=4,
+        num_stages=2 if half and _shared_memory(q.device) > 210_000 else 1,
+    )
 
 
 def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
@@ -765,23 +835,22 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
                 num_warps=4,
             )  # fmt: skip
             return out, final, saved
-        if save:
-            gates, a, adjoint, errors, states = saved
-        else:
-            gates, a, *_ = new_saved(q[..., :0], v[..., :0], g, bounds)
-            adjoint = errors = states = None
-        inverse = torch.empty_like(a)
+        gates, a, adjoint, adjoint_low, errors, states = (
+            saved if save else (*new_saved(q[..., :0], v[..., :0], g, bounds)[:2], *[None] * 4)
+        )
+        a_low, inverse, inverse_low = (torch.empty_like(a) for _ in range(3))
         if n_slots > 0:
             _delta_intra_fwd_kernel[(batch * n_slots * heads,)](
-                q, k, g, beta, bounds, gates, a, inverse, adjoint, n_seqs, heads, frames, n_slots,
+                q, k, g, beta, bounds, gates, a, a_low, inverse, inverse_low,
+                adjoint, adjoint_low, n_seqs, heads, frames, n_slots,
                 *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
                 BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
                 num_warps=4, num_stages=1, **options,
             )  # fmt: skip
         tiles = scan_tiles(q, v, n_seqs * heads)
         _delta_scan_fwd_kernel[(n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)](
-            q, k, v, beta, out, initial_state, final, bounds, gates, a, inverse, errors, states,
-            heads, frames, n_slots,
+            q, k, v, beta, out, initial_state, final, bounds, gates, a, a_low, inverse,
+            inverse_low, errors, states, heads, frames, n_slots,
             *q.stride(), *k.stride(), *v.stride(), *beta.stride(), *out.stride()[:3], scale,
             V=value_dim, SAVE=save, WIDE=wide(q, k, v, beta[..., None]), **options, **tiles,
         )  # fmt: skip

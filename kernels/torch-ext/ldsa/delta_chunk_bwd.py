@@ -34,10 +34,12 @@ if triton is not None:
         block_gates,
         chunk_at,
         decay_between,
+        halves,
         load_block,
         load_rows,
         load_state,
         load_tile,
+        precise_dot,
         read_state,
         sequence,
         store_state,
@@ -56,6 +58,7 @@ if triton is not None:
         gates_ptr,
         a_ptr,
         adjoint_ptr,
+        adjoint_low_ptr,
         grad_rest_ptr,
         grad_states_ptr,
         n_heads,
@@ -160,29 +163,31 @@ if triton is not None:
                 values = read_state(values, k3, s, remain3, ONE, DTYPE, PRECISION)
                 store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
-            adjoint = load_tile(adjoint_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
             beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
-            rest = tl.dot(tl.trans(adjoint), values.to(DTYPE), input_precision=PRECISION)
+            rest = precise_dot(
+                tl.zeros([64, BLOCK_V], tl.float32), adjoint_ptr + at * 4096,
+                adjoint_low_ptr + at * 4096, values, True, DTYPE, PRECISION,
+            )  # fmt: skip
             store_tile(
                 grad_rest_ptr + kept * (64 * V) + v0, rest, V, 1, None, cols, 64, BLOCK_V, False
             )
             rest *= -beta[:, None]
             scaled = grad.to(tl.float32) * scale
             q0 = load_block(q_ptr, stride_qt, stride_qk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
-            s0 = write_state(s0 * left0, q0, scaled, forget0, ONE, DTYPE, PRECISION)
-            s0 = write_state(s0, k0, rest, forget0, ONE, DTYPE, PRECISION)
+            s0 = write_state(s0 * left0, q0, scaled, forget0, ONE, False, DTYPE, PRECISION)
+            s0 = write_state(s0, k0, rest, forget0, ONE, True, DTYPE, PRECISION)
             if NB > 1:
                 q1 = load_block(q_ptr, stride_qt, stride_qk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
-                s1 = write_state(s1 * left1, q1, scaled, forget1, ONE, DTYPE, PRECISION)
-                s1 = write_state(s1, k1, rest, forget1, ONE, DTYPE, PRECISION)
+                s1 = write_state(s1 * left1, q1, scaled, forget1, ONE, False, DTYPE, PRECISION)
+                s1 = write_state(s1, k1, rest, forget1, ONE, True, DTYPE, PRECISION)
             if NB > 2:
                 q2 = load_block(q_ptr, stride_qt, stride_qk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
-                s2 = write_state(s2 * left2, q2, scaled, forget2, ONE, DTYPE, PRECISION)
-                s2 = write_state(s2, k2, rest, forget2, ONE, DTYPE, PRECISION)
+                s2 = write_state(s2 * left2, q2, scaled, forget2, ONE, False, DTYPE, PRECISION)
+                s2 = write_state(s2, k2, rest, forget2, ONE, True, DTYPE, PRECISION)
             if NB > 3:
                 q3 = load_block(q_ptr, stride_qt, stride_qk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
-                s3 = write_state(s3 * left3, q3, scaled, forget3, ONE, DTYPE, PRECISION)
-                s3 = write_state(s3, k3, rest, forget3, ONE, DTYPE, PRECISION)
+                s3 = write_state(s3 * left3, q3, scaled, forget3, ONE, False, DTYPE, PRECISION)
+                s3 = write_state(s3, k3, rest, forget3, ONE, True, DTYPE, PRECISION)
             t0 -= 64
             q_ptr -= 64 * stride_qt
             k_ptr -= 64 * stride_kt
@@ -398,7 +403,7 @@ if triton is not None:
         grad_gate = tl.zeros([64], tl.float32)
         grad_last = tl.zeros([BLOCK_W], tl.float32)
 
-        for block in tl.static_range(BLOCKS):
+        for block in tl.range(BLOCKS, num_stages=1):
             c0 = block * BLOCK_W
             cols_k = None if EVEN_W else WIDTH - c0
             grad_q = tl.zeros([64, BLOCK_W], tl.float32)
@@ -445,13 +450,23 @@ if triton is not None:
             x = load_tile(grad_p_ptr, 64, 1, None, None, 64, 64, tl.float32, False)
             plus = tl.dot((decay * x).to(DTYPE), k, plus, input_precision=PRECISION)
             y = load_tile(grad_a_ptr, 64, 1, None, None, 64, 64, tl.float32, False)
-            grad_q = tl.dot((decay * y).to(DTYPE), k, grad_q, input_precision=PRECISION)
+            y *= decay
+            if DTYPE != tl.float32:
+                # For keys that resemble each other the terms of the product cancel.
+                y, low = halves(y, DTYPE)
+                grad_q = tl.dot(low, k, grad_q)
+            grad_q = tl.dot(y.to(DTYPE), k, grad_q, input_precision=PRECISION)
             # Transposed by loading again: a transposed product in registers is not to be trusted.
             decay = decay_between(gate, gate, False)
             x = load_tile(grad_p_ptr, 1, 64, None, None, 64, 64, tl.float32, False)
             minus = tl.dot((decay * x).to(DTYPE), k, minus, input_precision=PRECISION)
             y = load_tile(grad_a_ptr, 1, 64, None, None, 64, 64, tl.float32, False)
-            minus = tl.dot((decay * y).to(DTYPE), q, minus, input_precision=PRECISION)
+            y *= decay
+            if DTYPE != tl.float32:
+                # What cancels in dG is rounded alike.
+                y, low = halves(y, DTYPE)
+                minus = tl.dot(low, q, minus)
+            minus = tl.dot(y.to(DTYPE), q, minus, input_precision=PRECISION)
             store_tile(grad_q_ptr + c0, grad_q, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False)
             store_tile(
                 grad_k_ptr + c0, plus + minus, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False
@@ -478,7 +493,7 @@ def launch_delta_backward(
     Returns the gradients of q, k, v, g, beta and initial_state, dense, in the dtypes of these
     (float32 for a state that was None).
     """
-    gates, a, adjoint, errors, states = saved
+    gates, a, adjoint, adjoint_low, errors, states = saved
     batch, frames, heads, key_dim = q.shape
     value_dim = v.shape[3]
     _, n_seqs, packed, n_slots = sizes(q, v, g, bounds)
@@ -505,11 +520,11 @@ def launch_delta_backward(
             here = batch * (high - low) * heads
             grad_rest = errors.new_empty((here, CHUNK, value_dim))
             grad_states = errors.new_empty((here, key_dim, value_dim))
-            grad_a = errors.new_empty((here, CHUNK, CHUNK))
+            grad_a = gates.new_empty((here, CHUNK, CHUNK))
             grad_p = torch.empty_like(grad_a)
             _delta_scan_bwd_kernel[scan_grid](
-                grad_out, q, k, beta, grad_state, bounds, gates, a, adjoint, grad_rest, grad_states,
-                heads, frames, n_slots, low, high - low,
+                grad_out, q, k, beta, grad_state, bounds, gates, a, adjoint, adjoint_low,
+                grad_rest, grad_states, heads, frames, n_slots, low, high - low,
                 *grad_out.stride(), *q.stride(), *k.stride(), *beta.stride(), scale,
                 V=value_dim, WIDE=wide(grad_out, q, k, beta[..., None]), **options, **tiles,
             )  # fmt: skip
