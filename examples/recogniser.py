@@ -92,8 +92,11 @@ class StreamingRecogniser(nn.Module):
         kernel: int,
         dropout: float,
     ) -> None:
-        """Args as Recogniser's; attention: "ldsa" alone streams."""
+        """Args as Recogniser's; attention: "ldsa", "sla", or "mixed", every fourth layer sla."""
         super().__init__()
+        kinds = [attention] * layers
+        if attention == "mixed":
+            kinds = ["sla" if i % 4 == 1 else "ldsa" for i in range(layers)]
         self.encoder = ldsa_nn.ConformerEncoder(
             N_MELS,
             dim,
@@ -101,7 +104,7 @@ class StreamingRecogniser(nn.Module):
             heads,
             ffn,
             kernel,
-            attention,
+            kinds,
             left,
             right,
             subsampling=STACK,
@@ -111,7 +114,9 @@ class StreamingRecogniser(nn.Module):
 
     @property
     def last_attention(self) -> nn.Module:
-        return self.encoder.layers[-1].attention
+        """The last one that has weights on frames."""
+        local = ldsa_nn.LocalDenseSynthesizerAttention
+        return [m for m in self.encoder.modules() if isinstance(m, local)][-1]
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Args and logits as Recogniser's."""

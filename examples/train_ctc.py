@@ -5,11 +5,12 @@
     python examples/train_ctc.py --librispeech DIR    # the directory that holds LibriSpeech/
     python examples/train_ctc.py --attention mhsa     # the same model with its own attention
     python examples/train_ctc.py --encoder streaming  # a model for stream.py
+    python examples/train_ctc.py --encoder streaming --attention mixed  # with global attention too
 
 The model is torchaudio's Conformer on stacked log-mel frames, of which `ldsa_nn.replace_attention`
 changes the attention and nothing else, or with --encoder streaming `ldsa_nn.ConformerEncoder`. The
-output directory gets checkpoint.pt, results.json and attention.png; --resume continues from the
-checkpoint.
+output directory gets checkpoint.pt, results.json and attention.png (--attention sla has no weights to
+draw); --resume continues from the checkpoint.
 """
 
 import argparse
@@ -385,7 +386,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     source.add_argument("--data", metavar="DIR", help="directory with a manifest.jsonl")
     source.add_argument("--librispeech", metavar="DIR", help="directory that holds LibriSpeech/")
     source.add_argument("--letters", action="store_true", help="synthetic: letters beside digits")
-    add("--out", type=Path, help="runs/SOURCE-ATTENTION or -streaming if not given")
+    add("--out", type=Path, help="runs/SOURCE-ATTENTION or -streaming[-ATTENTION] if not given")
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument(
@@ -394,7 +395,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     budget.add_argument("--steps", type=count, help="train so many steps, however long they take")
     add("--seed", type=from_0, default=0, help=" ")
     add("--encoder", choices=["torchaudio", "streaming"], default="torchaudio", help=" ")
-    add("--attention", choices=["ldsa", "mhsa"], default="ldsa", help="mhsa: torchaudio's own")
+    add(
+        "--attention",
+        choices=["ldsa", "mhsa", "sla", "mixed"],
+        default="ldsa",
+        help="mhsa: torchaudio's own; streaming: sla, or mixed, three ldsa to one sla",
+    )
     window = {"type": from_0, "default": argparse.SUPPRESS}
     add("--left", **window, help="frames of 40 ms before the current one (ldsa; 7, streaming 14)")
     add(
@@ -422,6 +428,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     streaming = args.encoder == "streaming"
     if streaming and args.attention == "mhsa":
         parser.error("--attention mhsa sees the whole utterance: --encoder streaming takes ldsa")
+    if not streaming and args.attention in ("sla", "mixed"):
+        parser.error(f"--attention {args.attention} is for --encoder streaming")
     vars(args).setdefault("left", 14 if streaming else 7)
     vars(args).setdefault("right", 0 if streaming else 7)
     return args
@@ -432,7 +440,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     torch.set_num_threads(args.threads)
     source = source_name(args)
-    name = args.encoder if args.encoder == "streaming" else args.attention
+    name = args.attention
+    if args.encoder == "streaming":
+        name = "streaming" if name == "ldsa" else f"streaming-{name}"
     args.out = args.out or Path("runs") / f"{source}-{name}"
     checkpoint = args.out / "checkpoint.pt"
     try:
@@ -484,8 +494,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     print(f"\nUnheard speakers ({split}), text and transcript:")
     for i in range(0, len(utterances), -(-len(utterances) // 6)):
         print(f"  {utterances[i].text}\n  {heard[i]}\n")
-    middling = sorted(utterances, key=lambda u: len(u.audio))[len(utterances) // 2]
-    draw_attention(args.out / "attention.png", model, logmel, middling, args.left, args.right)
+    files = "checkpoint.pt, results.json"
+    if args.attention != "sla":
+        middling = sorted(utterances, key=lambda u: len(u.audio))[len(utterances) // 2]
+        draw_attention(args.out / "attention.png", model, logmel, middling, args.left, args.right)
+        files += ", attention.png"
 
     results = {
         "source": source,
@@ -508,7 +521,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         )
     if source == "synthetic":
         print("Synthetic speech: these rates say nothing about recordings.")
-    print(f"In {args.out}: checkpoint.pt, results.json, attention.png")
+    print(f"In {args.out}: {files}")
     if args.encoder == "streaming":
         print(f"To transcribe live: python examples/stream.py --checkpoint {checkpoint} FILE")
     print("To train on: the same command with --resume and a larger --minutes or --steps")

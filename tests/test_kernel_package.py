@@ -339,3 +339,49 @@ def test_kernelize_padded(repository, mode):
     }
     model = kernelized(PaddedCore, mode, repository)
     assert_like_eager(model, mode, torch.float32, **options)
+
+
+@kernels.use_kernel_forward_from_hub("TiledDeltaRule")
+class DeltaCore(nn.Module):
+    def forward(
+        self,
+        q,
+        k,
+        v,
+        g,
+        beta,
+        *,
+        scale=None,
+        initial_state=None,
+        output_final_state=False,
+        lengths=None,
+        cu_seqlens=None,
+    ):
+        raise AssertionError("kernelize left the fallback in place")
+
+
+@pytest.mark.parametrize("mode", [Mode.INFERENCE, Mode.TRAINING | Mode.TORCH_COMPILE], ids=str)
+def test_kernelize_the_delta_rule(repository, mode):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g, beta = (
+        torch.randn(2, 20, 1, *n, generator=generator).to(DEVICE)
+        for n in ((8,), (8,), (6,), (2,), ())
+    )
+    q, k = (nn.functional.normalize(x, dim=3) for x in (q, k))
+    tensors = q, k, v, -g.square(), 2 * beta.sigmoid()
+    options = {"lengths": torch.tensor([20, 9], device=DEVICE), "output_final_state": True}
+    expected = _kernels.tiled_delta_rule(*(x.double() for x in tensors), **options)
+
+    layer = LocalLayerRepository(repository, layer_name="TiledDeltaRule")
+    with use_kernel_mapping({"TiledDeltaRule": {DEVICE: layer}}, inherit_mapping=False):
+        model = nn.Sequential(DeltaCore()).to(DEVICE)
+        core = kernelize(model, mode=mode, device=DEVICE, use_fallback=False)[0]
+    if Mode.TORCH_COMPILE in mode:
+        core = torch.compile(core, fullgraph=True, backend="aot_eager")
+    tensors = [x.requires_grad_(Mode.TRAINING in mode) for x in tensors]
+    results = core(*tensors, **options)
+    for result, want in zip(results, expected, strict=True):
+        torch.testing.assert_close(result.double(), want, atol=1e-5, rtol=0)
+    if Mode.TRAINING in mode:
+        results[0].sum().backward()
+        assert all(x.grad.isfinite().all() for x in tensors)

@@ -269,6 +269,24 @@ def test_a_streaming_encoder_looks_back_unless_told_otherwise(capsys):
     with pytest.raises(SystemExit):
         train_ctc.parse(["--encoder", "streaming", "--attention", "mhsa"])
     assert "--attention mhsa sees the whole utterance" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train_ctc.parse(["--attention", "mixed"])
+    assert "--attention mixed is for --encoder streaming" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("attention", "kinds", "drawn"),
+    [("sla", ("sla", "sla"), False), ("mixed", ("ldsa", "sla"), True)],
+)
+def test_with_global_attention(run, tmp_path, capsys, attention, kinds, drawn):
+    """Of sla there are no weights to draw; of both, the local layer's are."""
+    results = run(*MODELS["streaming"], "--attention", attention, "--steps", "2")
+    assert results["attention"] == attention
+    assert (tmp_path / "out" / "attention.png").exists() == drawn
+    assert ("attention.png" in capsys.readouterr().out) == drawn
+    model, _, _ = recogniser.load_recogniser(tmp_path / "out" / "checkpoint.pt")
+    assert model.encoder.attention == kinds
+    assert model.encoder.delay == 4 * 2 * kinds.count("ldsa")
 
 
 def test_padding_changes_nothing_in_a_streaming_recogniser():

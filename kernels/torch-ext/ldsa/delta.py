@@ -319,21 +319,21 @@ def _scan(s, chunks, first, state, table, note):
         table: what packed sequences start with; with `note`, it gets what they end with.
 
     Returns:
-        (errors [M,BH,C,V], the states before each chunk [M,BH,K,V], the state after the last).
+        (writes [M,BH,C,V], the states before each chunk [M,BH,K,V], the state after the last).
     """
-    errors = s.t @ s.v
+    writes = s.t @ s.v
     # One place for all, written once: a state is a large part of what a chunk touches.
-    states = errors.new_empty(len(errors) + 1, *state.shape)
+    states = writes.new_empty(len(writes) + 1, *state.shape)
     states[0] = state
-    for m in range(len(errors)):
+    for m in range(len(writes)):
         state, after = states[m], states[m + 1]
         if chunks.packed:
             state.copy_(chunks.enter(state, table, chunks.starts, first + m))
-        errors[m].baddbmm_(s.w[m], state, alpha=-1)
-        torch.mul(s.whole[m], state, out=after).baddbmm_(s.k_end[m].mT, errors[m])
+        writes[m].baddbmm_(s.w[m], state, alpha=-1)
+        torch.mul(s.whole[m], state, out=after).baddbmm_(s.k_end[m].mT, writes[m])
         if note:
             chunks.leave(after, table, first + m)
-    return errors, states[:-1], states[-1].clone()  # alone: not to keep the others in memory
+    return writes, states[:-1], states[-1].clone()  # alone: not to keep the others in memory
 
 
 def new_saved_states(q, v, g, beta, bounds):
@@ -372,8 +372,8 @@ def chunk_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
         s = _segment(chunks, first, end, q, k, v, g, beta, scale, dtype)
         if save:
             saved[0].view(len(segments), *state.shape)[i] = state
-        errors, states, state = _scan(s, chunks, first, state, table, note=True)
-        chunks.put(out, s.q_start @ states + s.a @ errors, first, end)
+        writes, states, state = _scan(s, chunks, first, state, table, note=True)
+        chunks.put(out, s.q_start @ states + s.a @ writes, first, end)
     if not chunks.packed:
         table = state.unflatten(0, (chunks.batch, chunks.heads))
     return chunks.whole(out), table[: chunks.sequences], saved
@@ -406,23 +406,23 @@ def chunk_delta_backward(
     states_before = saved[0].view(len(segments), *grad_state.shape)
     for i, (first, end) in reversed(list(enumerate(segments))):
         s = _segment(chunks, first, end, q, k, v, g, beta, scale, dtype)
-        errors, states, _ = _scan(s, chunks, first, states_before[i], table, note=False)
+        writes, states, _ = _scan(s, chunks, first, states_before[i], table, note=False)
         d_out = chunks.take(grad_out, first, end, dtype)
 
-        d_errors, d_states = s.a.mT @ d_out, torch.empty_like(states)
+        d_writes, d_states = s.a.mT @ d_out, torch.empty_like(states)
         readers = torch.cat([s.q_start, -s.w], 2)
-        for m in reversed(range(len(errors))):
+        for m in reversed(range(len(writes))):
             grad_state = chunks.enter(grad_state, grad_table, chunks.ends, first + m)
             d_states[m] = grad_state
-            d_errors[m].baddbmm_(s.k_end[m], grad_state)
-            readings = torch.cat([d_out[m], d_errors[m]], 1)
+            d_writes[m].baddbmm_(s.k_end[m], grad_state)
+            readings = torch.cat([d_out[m], d_writes[m]], 1)
             grad_state = torch.baddbmm(s.whole[m] * grad_state, readers[m].mT, readings)
             chunks.leave(grad_state, grad_table, first + m)
 
-        d_a = (d_out @ errors.mT).tril()
-        d_q_start, d_k_end, d_w = d_out @ states.mT, errors @ d_states.mT, -d_errors @ states.mT
-        d_t = d_errors @ s.v.mT + d_w @ s.k_start.mT
-        d_v, d_k_start = s.t.mT @ d_errors, s.t.mT @ d_w
+        d_a = (d_out @ writes.mT).tril()
+        d_q_start, d_k_end, d_w = d_out @ states.mT, writes @ d_states.mT, -d_writes @ states.mT
+        d_t = d_writes @ s.v.mT + d_w @ s.k_start.mT
+        d_v, d_k_start = s.t.mT @ d_writes, s.t.mT @ d_w
         d_lower = -(s.inverse.mT @ (d_t * s.beta.mT) @ s.inverse.mT).tril(-1)
         d_beta = (d_t * s.inverse).sum(-2) + (d_lower * s.p).sum(-1)
         d_p = d_lower * s.beta

@@ -6,13 +6,14 @@ arguments, hence one layer for each calling convention. Layers have no construct
 and no methods of their own: the marked module keeps its state and passes tensors in.
 """
 
-from typing import Optional
+from typing import Optional, Tuple
 
 from torch import Tensor, nn
 
+from .delta_op import tiled_delta_rule
 from .op import ldsa_local_attention
 
-__all__ = ["LdsaLocalAttention", "LdsaPaddedLocalAttention"]
+__all__ = ["LdsaLocalAttention", "LdsaPaddedLocalAttention", "TiledDeltaRule"]
 
 
 class LdsaLocalAttention(nn.Module):
@@ -79,4 +80,55 @@ class LdsaPaddedLocalAttention(nn.Module):
             starts=starts,
             edge=edge,
             dropout_p=dropout_p,
+        )
+
+
+class TiledDeltaRule(nn.Module):
+    """`tiled_delta_rule` with its states, of padded batches or packed sequences."""
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        scale: Optional[float] = None,
+        initial_state: Optional[Tensor] = None,
+        output_final_state: bool = False,
+        lengths: Optional[Tensor] = None,
+        cu_seqlens: Optional[Tensor] = None,
+    ) -> Tuple[Tensor, Optional[Tensor]]:
+        """Read a state that each frame's key corrects and each tile's gate lets fade.
+
+        Args:
+            q, k: [B, T, H, K] queries and keys, normalised.
+            v: [B, T, H, R*P] values, those of a key head's R value heads side by side.
+            g: [B, T, H, tiles] log decay <= 0.
+            beta: [B, T, H] write strength in (0, 2).
+            scale: of the output; K^-0.5 when None.
+            initial_state: [N, H, K, R*P]; zeros when None.
+            output_final_state: return the last states too.
+            lengths: [B] integers, the frame after each sequence's last; all of T when None.
+            cu_seqlens: [N + 1] integers, where packed sequences of B = 1 begin and end.
+
+        Returns:
+            [B, T, H, R*P] in v's dtype, exactly 0 at frames outside, and the last states
+            [N, H, K, R*P] or None.
+        """
+        return tiled_delta_rule(
+            q,
+            k,
+            v,
+            g,
+            beta,
+            scale=scale,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
         )
