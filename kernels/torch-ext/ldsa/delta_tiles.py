@@ -11,8 +11,8 @@ except ImportError:  # macOS and other platforms without Triton keep the PyTorch
     triton = None
 
 CHUNK = 64
-# Integers that vary from batch to batch: a kernel compiled for one value's divisors, or for 1, would
-# be compiled again in the middle of training.
+# Integers that vary from batch to batch: kernels specialised to what divides them would be compiled
+# again and again in the middle of training.
 VARYING = (
     *("n_seqs", "n_frames", "n_slots", "low_slot", "n_here"),
     *("stride_gb", "stride_bb", "stride_eb"),
