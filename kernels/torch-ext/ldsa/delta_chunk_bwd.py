@@ -8,8 +8,9 @@ derivation.
 
 import torch
 
-from .delta_chunk import (
+from .delta_tiles import (
     CHUNK,
+    VARYING,
     block_of,
     common,
     on_device,
@@ -29,7 +30,7 @@ FULL_DEVICE = 256
 if triton is not None:
     import triton.language as tl
 
-    from .delta_chunk import (
+    from .delta_tiles import (
         MIN_GATE,
         block_gates,
         chunk_at,
@@ -47,7 +48,7 @@ if triton is not None:
         write_state,
     )
 
-    @triton.jit
+    @triton.jit(do_not_specialize=VARYING)
     def _delta_scan_bwd_kernel(
         grad_ptr,
         q_ptr,
@@ -203,7 +204,7 @@ if triton is not None:
         if NB > 3:
             store_state(grad_state_ptr, s3, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
-    @triton.jit
+    @triton.jit(do_not_specialize=VARYING)
     def _delta_intra_bwd_kernel(
         grad_ptr,
         beta_ptr,
@@ -295,7 +296,7 @@ if triton is not None:
             mask=i < rows,
         )
 
-    @triton.jit
+    @triton.jit(do_not_specialize=VARYING)
     def _delta_tile_bwd_kernel(
         grad_ptr,
         q_ptr,
@@ -451,7 +452,7 @@ if triton is not None:
             plus = tl.dot((decay * x).to(DTYPE), k, plus, input_precision=PRECISION)
             y = load_tile(grad_a_ptr, 64, 1, None, None, 64, 64, tl.float32, False)
             y *= decay
-            if DTYPE != tl.float32:
+            if DTYPE.primitive_bitwidth < 32:
                 # For keys that resemble each other the terms of the product cancel.
                 y, low = halves(y, DTYPE)
                 grad_q = tl.dot(low, k, grad_q)
@@ -462,7 +463,7 @@ if triton is not None:
             minus = tl.dot((decay * x).to(DTYPE), k, minus, input_precision=PRECISION)
             y = load_tile(grad_a_ptr, 1, 64, None, None, 64, 64, tl.float32, False)
             y *= decay
-            if DTYPE != tl.float32:
+            if DTYPE.primitive_bitwidth < 32:
                 # What cancels in dG is rounded alike.
                 y, low = halves(y, DTYPE)
                 minus = tl.dot(low, q, minus)
