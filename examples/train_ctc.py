@@ -9,8 +9,8 @@
 
 The model is torchaudio's Conformer on stacked log-mel frames, of which `ldsa_nn.replace_attention`
 changes the attention and nothing else, or with --encoder streaming `ldsa_nn.ConformerEncoder`. The
-output directory gets checkpoint.pt, results.json and attention.png (--attention sla has no weights to
-draw); --resume continues from the checkpoint.
+output directory gets checkpoint.pt, results.json and attention.png (none for --attention sla);
+--resume continues from the checkpoint.
 """
 
 import argparse

@@ -551,13 +551,15 @@ def recorded(case, implementation):
     ("implementation", "case"),
     [
         *(("eager", case) for case in ("fifty", "ragged", "packed", "fp16")),
-        # Kept chunks without a frame are never written, and so differ from run to run.
         ("triton", "one_chunk"),
     ],
 )
 def test_opcheck(implementation, case, direction):
     """Schema, autograd, fake tensors, symbolic shapes."""
     func, args, kwargs, _ = recorded(CASES[case], implementation)[direction == "backward"]
+    if implementation == "triton" and direction == "forward":
+        # What a kernel does not need for its backward pass it leaves as it is: random numbers.
+        args = (*args[:-2], False, True)
 
     def prepared(x):
         if not (isinstance(x, torch.Tensor) and x.is_floating_point()):

@@ -13,8 +13,9 @@ from .delta import (
     new_saved_states,
     recurrent_delta_rule,
 )
-from .delta_chunk import INTERPRETED, launch_delta_forward, new_saved, triton
+from .delta_chunk import launch_delta_forward, new_saved
 from .delta_chunk_bwd import launch_delta_backward
+from .delta_tiles import INTERPRETED, triton
 from .op import IMPLEMENTATIONS
 
 __all__ = ["tiled_delta_rule"]
