@@ -517,7 +517,7 @@ def launch_delta_backward(
     grad_rest = errors.new_empty((most, CHUNK, value_dim))
     grad_states = errors.new_empty((most, key_dim, value_dim))
     grad_a = gates.new_empty((most, CHUNK, CHUNK))
-    grad_p = errors.new_empty((most, CHUNK, CHUNK))
+    grad_p = torch.empty_like(grad_a)
     options = common(q, v, g, packed)
     tiles = scan_tiles(q, v, n_seqs * heads)
     scan_grid = (n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)
