@@ -510,19 +510,22 @@ def launch_delta_backward(
         grad_state.copy_(grad_final_state)
     if bounds is not None:
         bounds = bounds.contiguous()
-    span = max(1, -(-n_slots // SEGMENTS), -(-FULL_DEVICE // max(1, batch * heads)))
+    span = max(-(-n_slots // SEGMENTS), -(-FULL_DEVICE // max(1, batch * heads)))
+    span = min(span, n_slots)
+    # One segment's intermediates, overwritten by the next.
+    most = batch * span * heads
+    grad_rest = errors.new_empty((most, CHUNK, value_dim))
+    grad_states = errors.new_empty((most, key_dim, value_dim))
+    grad_a = gates.new_empty((most, CHUNK, CHUNK))
+    grad_p = torch.empty_like(grad_a)
     options = common(q, v, g, packed)
     tiles = scan_tiles(q, v, n_seqs * heads)
     scan_grid = (n_seqs * heads * triton.cdiv(value_dim, tiles["BLOCK_V"]),)
     lists = ("PACKED", "DTYPE", "PRECISION")
     with on_device(q):
-        for high in range(n_slots if grad_state.numel() > 0 else 0, 0, -span):
+        for high in range(n_slots if grad_state.numel() > 0 else 0, 0, -max(1, span)):
             low = max(0, high - span)
             here = batch * (high - low) * heads
-            grad_rest = errors.new_empty((here, CHUNK, value_dim))
-            grad_states = errors.new_empty((here, key_dim, value_dim))
-            grad_a = gates.new_empty((here, CHUNK, CHUNK))
-            grad_p = torch.empty_like(grad_a)
             _delta_scan_bwd_kernel[scan_grid](
                 grad_out, q, k, beta, grad_state, bounds, gates, a, adjoint, adjoint_low,
                 grad_rest, grad_states, heads, frames, n_slots, low, high - low,
