@@ -616,12 +616,12 @@ def test_compiled(implementation, case, dynamic):
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @torch._dynamo.config.patch(error_on_recompile=True)
-def test_compiled_once_for_any_number_of_frames():
+def test_compiled_once_for_any_number_of_frames(implementation):
     op = torch.compile(tiled_delta_rule, fullgraph=True, backend="aot_eager", dynamic=True)
-    for frames in (20, 70, 130, 1500):
+    for frames in (20, 70, 130, 1500)[: 4 if implementation == "eager" else 3]:
         tensors, _, _ = make(DeltaCase("any", 1, frames, 1, 8, 2, 8))
         inputs = [x.requires_grad_() for x in tensors[:5]]
-        outs = [function(*inputs)[0] for function in (op, tiled_delta_rule)]
+        outs = [f(*inputs, implementation=implementation)[0] for f in (op, tiled_delta_rule)]
         assert torch.equal(*outs)
         assert same_bits(*(torch.autograd.grad(out.sum(), inputs) for out in outs))
 

@@ -467,14 +467,15 @@ def new_saved(q, v, g, bounds):
     """Uninitialised tensors that the forward pass fills for the backward pass.
 
     Gate sums G [B·slots, H, tiles, 64] float32; A and both halves of M [.., 64, 64], the errors E
-    [.., 64, V] and the state before each chunk [.., K, V] in the dtype of q and v.
+    [.., 64, V] and the state before each chunk [.., K, V] in the dtype of q and v. Each as one
+    dimension: a graph for any number of frames must not ask whether there is one slot.
     """
     batch, _, _, n_slots = sizes(q, v, g, bounds)
     heads, key_dim = q.shape[2:]
-    value_dim, lead, dtype = v.shape[3], (batch * n_slots, heads), operand_dtype(q, v)
-    shapes = [(CHUNK, CHUNK)] * 3 + [(CHUNK, value_dim), (key_dim, value_dim)]
-    gates = torch.empty((*lead, g.shape[3], CHUNK), dtype=torch.float32, device=q.device)
-    return (gates, *(torch.empty((*lead, *s), dtype=dtype, device=q.device) for s in shapes))
+    value_dim, lead, dtype = v.shape[3], batch * n_slots * heads, operand_dtype(q, v)
+    shapes = [CHUNK * CHUNK] * 3 + [CHUNK * value_dim, key_dim * value_dim]
+    gates = torch.empty(lead * g.shape[3] * CHUNK, dtype=torch.float32, device=q.device)
+    return (gates, *(torch.empty(lead * s, dtype=dtype, device=q.device) for s in shapes))
 
 
 def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
