@@ -232,16 +232,18 @@ def _inverse(lower):
     The inverse of two neighbouring blocks of the diagonal follows from theirs by two products:
     exact after log2 C rounds, and as stable as substitution.
     """
-    size = lower.shape[-1]
-    group = torch.arange(size, device=lower.device)
-    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    *lead, size, _ = lower.shape
+    inverse = torch.eye(size, dtype=lower.dtype, device=lower.device).repeat(*lead, 1, 1)
     half = 1
     while half < size:
-        odd = group % 2 == 1
-        group = group // 2
-        block = lower * ((group[:, None] == group) & odd[:, None] & ~odd)
-        # Round one has the identity on both sides.
-        inverse = inverse - (block if half == 1 else inverse @ block @ inverse)
+        shape = size // (2 * half), 2, half
+        # The blocks of the diagonal, each of two by two: [..., blocks, 2, half, 2, half].
+        given, found = (
+            x.view(*lead, *shape, *shape).diagonal(dim1=-6, dim2=-3).movedim(-1, -5)
+            for x in (lower, inverse)
+        )
+        upper, below = found[..., 0, :, 0, :], found[..., 1, :, 1, :]
+        found[..., 1, :, 0, :] = -(below @ given[..., 1, :, 0, :] @ upper)
         half *= 2
     return inverse
 
@@ -310,30 +312,38 @@ def _segment(chunks, first, end, q, k, v, g, beta, scale, dtype):
     )
 
 
-def _scan(s, chunks, first, state, table, note):
-    """Carry the state through a segment, from chunk `first` on.
+def _scan(s, chunks, first, state, table):
+    """Read a segment, from chunk `first` on, and carry the state through it.
 
     Args:
         s: the segment.
         state: [B*H,K,V], the one before it.
-        table: what packed sequences start with; with `note`, it gets what they end with.
+        table: what packed sequences start with; it gets what they end with.
 
     Returns:
-        (writes [M,BH,C,V], the states before each chunk [M,BH,K,V], the state after the last).
+        (out [M,BH,C,V], the state after the last chunk).
     """
+    size, writes, readers = s.k.shape[2], s.t @ s.v, torch.cat([s.w, s.q_start], 2)
+    out = torch.empty_like(writes)
+    for m in range(len(out)):
+        state = chunks.enter(state, table, chunks.starts, first + m)
+        seen = torch.bmm(readers[m], state)
+        writes[m] -= seen[:, :size]
+        torch.baddbmm(seen[:, size:], s.a[m], writes[m], out=out[m])
+        state = (s.whole[m] * state).baddbmm_(s.k_end[m].mT, writes[m])
+        chunks.leave(state, table, first + m)
+    return out, state
+
+
+def _scan_again(s, chunks, first, state, table):
+    """What `_scan` wrote [M,BH,C,V], and the states before each chunk [M,BH,K,V]."""
     writes = s.t @ s.v
-    # One place for all, written once: a state is a large part of what a chunk touches.
-    states = writes.new_empty(len(writes) + 1, *state.shape)
-    states[0] = state
+    states = writes.new_empty(len(writes), *state.shape)
     for m in range(len(writes)):
-        state, after = states[m], states[m + 1]
-        if chunks.packed:
-            state.copy_(chunks.enter(state, table, chunks.starts, first + m))
+        states[m] = state = chunks.enter(state, table, chunks.starts, first + m)
         writes[m].baddbmm_(s.w[m], state, alpha=-1)
-        torch.mul(s.whole[m], state, out=after).baddbmm_(s.k_end[m].mT, writes[m])
-        if note:
-            chunks.leave(after, table, first + m)
-    return writes, states[:-1], states[-1].clone()  # alone: not to keep the others in memory
+        state = (s.whole[m] * state).baddbmm_(s.k_end[m].mT, writes[m])
+    return writes, states
 
 
 def new_saved_states(q, v, g, beta, bounds):
@@ -372,8 +382,8 @@ def chunk_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
         s = _segment(chunks, first, end, q, k, v, g, beta, scale, dtype)
         if save:
             saved[0].view(len(segments), *state.shape)[i] = state
-        writes, states, state = _scan(s, chunks, first, state, table, note=True)
-        chunks.put(out, s.q_start @ states + s.a @ writes, first, end)
+        part, state = _scan(s, chunks, first, state, table)
+        chunks.put(out, part, first, end)
     if not chunks.packed:
         table = state.unflatten(0, (chunks.batch, chunks.heads))
     return chunks.whole(out), table[: chunks.sequences], saved
@@ -406,7 +416,7 @@ def chunk_delta_backward(
     states_before = saved[0].view(len(segments), *grad_state.shape)
     for i, (first, end) in reversed(list(enumerate(segments))):
         s = _segment(chunks, first, end, q, k, v, g, beta, scale, dtype)
-        writes, states, _ = _scan(s, chunks, first, states_before[i], table, note=False)
+        writes, states = _scan_again(s, chunks, first, states_before[i], table)
         d_out = chunks.take(grad_out, first, end, dtype)
 
         d_writes, d_states = s.a.mT @ d_out, torch.empty_like(states)
