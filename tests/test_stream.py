@@ -295,7 +295,7 @@ def test_a_text_that_differs_fails_the_check(saved, wav, capsys, monkeypatch):
     assert "texts DIFFER" in capsys.readouterr().err
 
 
-def test_ctrl_c_prints_what_was_heard(saved, recognisers, wav, capsys, monkeypatch):
+def test_ctrl_c_prints_what_was_heard(saved, recognisers, wav, capsys, monkeypatch, request):
     original = stream.chunks_of_file
 
     def interrupted(path, size, repeat):
@@ -305,6 +305,9 @@ def test_ctrl_c_prints_what_was_heard(saved, recognisers, wav, capsys, monkeypat
             yield chunk
 
     monkeypatch.setattr(stream, "chunks_of_file", interrupted)
+    # A shell starts what runs in the background with the signal ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     options = ["--checkpoint", str(saved[1])]
     after = 5
     assert stream.main([*options, wav(48_000)]) == 130

@@ -22,6 +22,22 @@ MAX_HEAD_DIM = 256
 
 
 if triton is not None:
+    from .ldsa_tiles import (
+        align,
+        band_tile,
+        drop,
+        in_first_tile,
+        kept_slots,
+        load_logits,
+        load_tile,
+        load_values,
+        pin,
+        sequence_bounds,
+        softmax,
+        store_logits,
+        store_tile,
+    )
+
     # What depends on the batch and the number of frames must not make another variant of a kernel:
     # Triton compiles one for a number that is 1, and one for a multiple of 16.
     _any_size = triton.jit(
@@ -37,366 +53,6 @@ if triton is not None:
             "stride_aw", "stride_vd", "stride_od", "stride_gd", "stride_daw", "stride_dvd"
         ],
     )  # fmt: skip
-
-    @triton.jit
-    def _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames):
-        """First frame and end of sequence b: 0 <= start <= end <= T."""
-        start = b * 0
-        end = start + n_frames
-        if lengths_ptr is not None:
-            end = tl.load(lengths_ptr + b * stride_lengths).to(tl.int64)
-            end = tl.minimum(tl.maximum(end, 0), n_frames)
-        if starts_ptr is not None:
-            start = tl.load(starts_ptr + b * stride_starts).to(tl.int64)
-            start = tl.minimum(tl.maximum(start, 0), end)
-        return start.to(tl.int32), end.to(tl.int32)
-
-    @triton.jit
-    def _inside(t, start, end):
-        """Whether start <= t < end, as one comparison: a negative number is a large unsigned."""
-        return (t - start).to(tl.uint32, bitcast=True) < (end - start).to(tl.uint32, bitcast=True)
-
-    @triton.jit
-    def _align(stride, ALIGN: tl.constexpr):
-        """`stride`, which is a multiple of ALIGN, in a form that shows it to the compiler."""
-        return stride // ALIGN * ALIGN
-
-    @triton.jit
-    def _tile(ptr, stride_t, stride_c, t0, c0, BLOCK: tl.constexpr, BLOCK_C: tl.constexpr):
-        """Pointers to frames t0.. and channels c0.. of a [T, C] array, [BLOCK, BLOCK_C]."""
-        offs_t = tl.arange(0, BLOCK)[:, None].to(tl.int64)
-        offs_c = tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
-        base = ptr + t0.to(tl.int64) * stride_t + c0 * stride_c
-        return base + (offs_t * stride_t + offs_c * stride_c)
-
-    @triton.jit
-    def _load_tile(
-        ptr,
-        stride_t,
-        stride_c,
-        t0,
-        c0,
-        start,
-        end,
-        OTHER: tl.constexpr,
-        C: tl.constexpr,
-        BLOCK: tl.constexpr,
-        BLOCK_C: tl.constexpr,
-        VECTOR: tl.constexpr,
-    ):
-        """[BLOCK, BLOCK_C] of a [T, C] array from (t0, c0) on; OTHER outside [start, end) and C."""
-        t = t0 + tl.arange(0, BLOCK)[:, None]
-        inside_c = c0 + tl.arange(0, BLOCK_C)[None, :] < C
-        ptrs = _tile(ptr, stride_t, stride_c, t0, c0, BLOCK, BLOCK_C)
-        if VECTOR > 1:
-            # Frames lie side by side: a mask along them would load them one by one.
-            if (t0 >= start) & (t0 + BLOCK <= end):
-                x = tl.load(ptrs, mask=inside_c, other=OTHER)
-            else:
-                x = tl.load(ptrs, mask=_inside(t, start, end) & inside_c, other=OTHER)
-        else:
-            x = tl.load(ptrs, mask=_inside(t, start, end) & inside_c, other=OTHER)
-        return x
-
-    @triton.jit
-    def _here(x, PIN: tl.constexpr):
-        """x, defined where it is used.
-
-        Triton copies the operand of a product to shared memory right after its definition; if that
-        is a load, the program waits there, before its other loads have begun.
-        """
-        if PIN:
-            if x.dtype.primitive_bitwidth == 16:
-                x = tl.inline_asm_elementwise(
-                    "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
-                )
-            else:
-                x = tl.inline_asm_elementwise(
-                    "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1
-                )
-        return x
-
-    @triton.jit
-    def _load_values(
-        ptr,
-        stride_t,
-        stride_c,
-        t0,
-        c0,
-        start,
-        end,
-        FIRST: tl.constexpr,
-        LAST: tl.constexpr,
-        C: tl.constexpr,
-        BLOCK: tl.constexpr,
-        BLOCK_C: tl.constexpr,
-        VECTOR: tl.constexpr,
-        DTYPE: tl.constexpr,
-    ):
-        """Tiles FIRST to LAST, from frame t0 on, of a [T, C] array; 0 outside."""
-        tiles = ()
-        for j in tl.static_range(FIRST, LAST + 1):
-            x = _load_tile(
-                ptr, stride_t, stride_c, t0 + j * BLOCK, c0, start, end, 0.0,
-                C, BLOCK, BLOCK_C, VECTOR,
-            )  # fmt: skip
-            tiles = tiles + (x.to(DTYPE),)
-        return tiles
-
-    @triton.jit
-    def _store_tile(
-        ptr,
-        x,
-        stride_t,
-        stride_c,
-        t0,
-        c0,
-        start,
-        end,
-        n_frames,
-        C: tl.constexpr,
-        BLOCK: tl.constexpr,
-        BLOCK_C: tl.constexpr,
-        VECTOR: tl.constexpr,
-    ):
-        """Store x [BLOCK, BLOCK_C] from (t0, c0) on; 0 to the frames outside [start, end)."""
-        t = t0 + tl.arange(0, BLOCK)[:, None]
-        inside_c = c0 + tl.arange(0, BLOCK_C)[None, :] < C
-        inside = _inside(t, start, end)
-        ptrs = _tile(ptr, stride_t, stride_c, t0, c0, BLOCK, BLOCK_C)
-        x = x.to(ptr.dtype.element_ty)
-        if VECTOR > 1:
-            if (t0 >= start) & (t0 + BLOCK <= end):
-                tl.store(ptrs, x, mask=inside_c)
-            else:
-                outside = (t >= 0) & (t < n_frames)
-                tl.store(ptrs, tl.where(inside, x, 0.0), mask=outside & inside_c)
-        else:
-            tl.store(ptrs, x, mask=inside & inside_c)
-            if (t0 < start) | (t0 + BLOCK > end):
-                zeros = tl.zeros([BLOCK, BLOCK_C], ptr.dtype.element_ty)
-                outside = (t >= 0) & (t < n_frames) & ~inside
-                tl.store(ptrs, zeros, mask=outside & inside_c)
-
-    @triton.jit
-    def _slots(
-        row, column, j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr
-    ):
-        """Slots of rows and columns of ring tile j: in row t, a column is frame t - left + slot of
-        the values. Numbers outside 0 .. W-1 are no slots.
-        """
-        slot = column - row + (j * BLOCK - SHIFT)
-        if j == 0:
-            slot = tl.where(slot < 0, slot + RING * BLOCK, slot)
-        return slot
-
-    @triton.jit
-    def _tile_slots(j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr):
-        """_slots of all of ring tile j, [BLOCK, BLOCK]."""
-        row = tl.arange(0, BLOCK)[:, None]
-        return _slots(row, tl.arange(0, BLOCK)[None, :], j, SHIFT, BLOCK, RING)
-
-    @triton.jit
-    def _load_logits(
-        ptr,
-        stride_t,
-        stride_w,
-        t0,
-        start,
-        end,
-        LEFT: tl.constexpr,
-        SHIFT: tl.constexpr,
-        W: tl.constexpr,
-        RENORMALIZE: tl.constexpr,
-        BLOCK: tl.constexpr,
-        RING: tl.constexpr,
-        BLOCK_W: tl.constexpr,
-        TIME_LAST: tl.constexpr,
-        VECTOR: tl.constexpr,
-    ):
-        """Logits of frames t0.. as RING ring tiles; if TIME_LAST as they lie, [BLOCK, BLOCK_W]."""
-        if TIME_LAST:
-            tiles = (
-                _load_tile(
-                    ptr, stride_t, stride_w, t0, 0, start, end, float("-inf"),
-                    W, BLOCK, BLOCK_W, VECTOR,
-                ),
-            )  # fmt: skip
-        else:
-            # In one dimension, so that a warp reads whole rows.
-            row = tl.arange(0, BLOCK * BLOCK) // BLOCK
-            column = tl.arange(0, BLOCK * BLOCK) % BLOCK
-            t = t0 + row
-            # One comparison a slot: as an unsigned number, a negative one is above every bound.
-            bound = tl.where(_inside(t, start, end), W, 0).to(tl.uint32)
-            base = ptr + t0.to(tl.int64) * stride_t
-            tiles = ()
-            for j in tl.static_range(RING):
-                slot = _slots(row, column, j, SHIFT, BLOCK, RING)
-                mask = slot.to(tl.uint32, bitcast=True) < bound
-                if RENORMALIZE:
-                    mask = mask & _inside(t + slot - LEFT, start, end)
-                ptrs = base + (row.to(tl.int64) * stride_t + slot.to(tl.int64) * stride_w)
-                x = tl.load(ptrs, mask=mask, other=float("-inf"))
-                tiles = tiles + (x.reshape(BLOCK, BLOCK),)
-        return tiles
-
-    @triton.jit
-    def _softmax(
-        tiles,
-        t0,
-        start,
-        end,
-        LEFT: tl.constexpr,
-        SHIFT: tl.constexpr,
-        W: tl.constexpr,
-        RENORMALIZE: tl.constexpr,
-        BLOCK: tl.constexpr,
-        RING: tl.constexpr,
-        TIME_LAST: tl.constexpr,
-        DTYPE: tl.constexpr,
-    ):
-        """Weights of frames t0.. as RING ring tiles; a row whose logits are all -inf gets zeros."""
-        xs = ()
-        for j in tl.static_range(RING):
-            if TIME_LAST:
-                slot = _tile_slots(j, SHIFT, BLOCK, RING)
-                mask = slot.to(tl.uint32, bitcast=True) < W
-                if RENORMALIZE:
-                    t = t0 + tl.arange(0, BLOCK)[:, None]
-                    mask = mask & _inside(t + slot - LEFT, start, end)
-                x = tl.gather(tiles[0], tl.where(mask, slot, W), axis=1).to(tl.float32)
-            else:
-                x = tiles[j].to(tl.float32)
-            # +inf becomes the largest number: such entries share the weight, inf - inf never is.
-            x = tl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
-            # A product of zeros moves the tile to the tensor cores' layout, in which four lanes
-            # hold a row: its sums take two shuffles, and the products need no copy.
-            zeros = tl.zeros([BLOCK, 16], DTYPE)
-            xs = xs + (tl.dot(zeros, tl.trans(zeros), x),)
-        top = tl.max(xs[0], axis=1)
-        for j in tl.static_range(1, RING):
-            top = tl.maximum(top, tl.max(xs[j], axis=1))
-        top = tl.where(top == float("-inf"), 0.0, top)[:, None]
-        es = ()
-        total = top * 0.0
-        for j in tl.static_range(RING):
-            e = tl.exp2((xs[j] - top) * 1.4426950408889634)
-            es = es + (e,)
-            total += tl.sum(e, axis=1)[:, None]
-        scale = 1.0 / tl.where(total == 0.0, 1.0, total)
-        weights = ()
-        for j in tl.static_range(RING):
-            weights = weights + (es[j] * scale,)
-        return weights
-
-    @triton.jit
-    def _first(SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-        """Where ring tile 0 belongs to the first tile of values; elsewhere to the last."""
-        return tl.arange(0, BLOCK)[None, :] - tl.arange(0, BLOCK)[:, None] >= SHIFT
-
-    @triton.jit
-    def _band(tiles, j: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr, RING: tl.constexpr):
-        """Tile j of the band matrix, 0 <= j <= RING, from ring tiles."""
-        if j == 0:
-            x = tl.where(_first(SHIFT, BLOCK), tiles[0], 0.0)
-        elif j == RING:
-            x = tl.where(_first(SHIFT, BLOCK), 0.0, tiles[0])
-        else:
-            x = tiles[j]
-        return x
-
-    @triton.jit
-    def _kept(seed_ptr, row0, p, W: tl.constexpr, BLOCK: tl.constexpr):
-        """Which weights of BLOCK rows dropout keeps: word w, int32 [BLOCK], has slots 32w..32w+31.
-
-        A function of seed, row and slot alone, so that every program that needs a row, in either
-        direction, draws the same mask; row0 counts (b, h, t) rows. A Philox call serves eight slots
-        with 16 bits each.
-        """
-        seed = tl.load(seed_ptr)
-        WORDS: tl.constexpr = (W + 31) // 32
-        rows = (row0 + tl.arange(0, BLOCK))[:, None]
-        part = tl.arange(0, 4)[None, :]
-        threshold = tl.full([1, 1], p * 65536.0 + 0.5, tl.float32).to(tl.uint32)
-        words = ()
-        for w in tl.static_range(WORDS):
-            r0, r1, r2, r3 = tl.randint4x(seed, rows * (4 * WORDS) + (4 * w + part))
-            bits = ((r0 & 0xFFFF) >= threshold).to(tl.uint32)
-            bits |= ((r0 >> 16) >= threshold).to(tl.uint32) << 1
-            bits |= ((r1 & 0xFFFF) >= threshold).to(tl.uint32) << 2
-            bits |= ((r1 >> 16) >= threshold).to(tl.uint32) << 3
-            bits |= ((r2 & 0xFFFF) >= threshold).to(tl.uint32) << 4
-            bits |= ((r2 >> 16) >= threshold).to(tl.uint32) << 5
-            bits |= ((r3 & 0xFFFF) >= threshold).to(tl.uint32) << 6
-            bits |= ((r3 >> 16) >= threshold).to(tl.uint32) << 7
-            words = words + (tl.sum(bits << (8 * part).to(tl.uint32), axis=1),)
-        return words
-
-    @triton.jit
-    def _drop(
-        tiles,
-        words,
-        SHIFT: tl.constexpr,
-        W: tl.constexpr,
-        BLOCK: tl.constexpr,
-        RING: tl.constexpr,
-    ):
-        """Ring tiles with 0 in the slots that are not kept."""
-        xs = ()
-        for j in tl.static_range(RING):
-            slot = _tile_slots(j, SHIFT, BLOCK, RING)
-            shift = (slot & 31).to(tl.uint32)
-            x = tiles[j]
-            for w in tl.static_range((W + 31) // 32):
-                dropped = ((words[w][:, None] >> shift) & 1) == 0
-                x = tl.where(dropped & (slot >> 5 == w), 0.0, x)
-            xs = xs + (x,)
-        return xs
-
-    @triton.jit
-    def _store_logits(
-        ptr,
-        tiles,
-        stride_t,
-        stride_w,
-        t0,
-        start,
-        end,
-        n_frames,
-        SHIFT: tl.constexpr,
-        W: tl.constexpr,
-        BLOCK: tl.constexpr,
-        RING: tl.constexpr,
-        BLOCK_W: tl.constexpr,
-        TIME_LAST: tl.constexpr,
-        VECTOR: tl.constexpr,
-    ):
-        """Store ring tiles, whose rows outside [start, end) are 0, to the slots of frames t0.. ."""
-        if TIME_LAST:
-            row = tl.arange(0, BLOCK)[:, None]
-            column = tl.arange(0, BLOCK_W)[None, :] + row + SHIFT  # of the ring
-            x = tl.gather(tiles[0].to(ptr.dtype.element_ty), column & (BLOCK - 1), axis=1)
-            for j in tl.static_range(1, RING):
-                part = tl.gather(tiles[j].to(ptr.dtype.element_ty), column & (BLOCK - 1), axis=1)
-                x = tl.where(column // BLOCK == j, part, x)
-            _store_tile(
-                ptr, x, stride_t, stride_w, t0, 0, start, end, n_frames, W, BLOCK, BLOCK_W, VECTOR
-            )
-        else:
-            row = tl.arange(0, BLOCK * BLOCK) // BLOCK
-            column = tl.arange(0, BLOCK * BLOCK) % BLOCK
-            t = t0 + row
-            bound = tl.where(_inside(t, 0, n_frames), W, 0).to(tl.uint32)
-            base = ptr + t0.to(tl.int64) * stride_t
-            for j in tl.static_range(RING):
-                slot = _slots(row, column, j, SHIFT, BLOCK, RING)
-                ptrs = base + (row.to(tl.int64) * stride_t + slot.to(tl.int64) * stride_w)
-                tl.store(
-                    ptrs,
-                    tiles[j].to(ptr.dtype.element_ty).reshape(BLOCK * BLOCK),
-                    mask=slot.to(tl.uint32, bitcast=True) < bound,
-                )
 
     @_any_size
     def _ldsa_fwd_kernel(
@@ -453,53 +109,55 @@ if triton is not None:
         b = bh // n_heads
         h = bh % n_heads
         t0 = ((pid % n_blocks) * BLOCK).to(tl.int32)
-        start, end = _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames)
-        stride_aw = _align(stride_aw, VECTOR_A)
-        stride_vd = _align(stride_vd, VECTOR_V)
-        stride_od = _align(stride_od, VECTOR_V)
-        logits_ptr += _align(b * stride_ab + h * stride_ah, ALIGN_A)
-        v_ptr += _align(b * stride_vb + h * stride_vh, ALIGN_V)
-        out_ptr += _align(b * stride_ob + h * stride_oh, ALIGN_V)
+        start, end = sequence_bounds(
+            starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames
+        )
+        stride_aw = align(stride_aw, VECTOR_A)
+        stride_vd = align(stride_vd, VECTOR_V)
+        stride_od = align(stride_od, VECTOR_V)
+        logits_ptr += align(b * stride_ab + h * stride_ah, ALIGN_A)
+        v_ptr += align(b * stride_vb + h * stride_vh, ALIGN_V)
+        out_ptr += align(b * stride_ob + h * stride_oh, ALIGN_V)
         CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
         if (t0 < end) & (t0 + BLOCK > start):
             if CHUNKS == 1:
-                values = _load_values(
+                values = load_values(
                     v_ptr, stride_vt, stride_vd, t0 - (LEFT + SHIFT), 0, start, end,
                     0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
                 )  # fmt: skip
-            logits = _load_logits(
+            logits = load_logits(
                 logits_ptr, stride_at, stride_aw, t0, start, end,
                 LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
             )  # fmt: skip
-            weights = _softmax(
+            weights = softmax(
                 logits, t0, start, end,
                 LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
             )  # fmt: skip
             if seed_ptr is not None:
-                kept = _kept(seed_ptr, bh * n_frames + t0, dropout_p, W, BLOCK)
-                weights = _drop(weights, kept, SHIFT, W, BLOCK, RING)
+                kept = kept_slots(seed_ptr, bh * n_frames + t0, dropout_p, W, BLOCK)
+                weights = drop(weights, kept, SHIFT, W, BLOCK, RING)
             for c in range(CHUNKS):
                 if CHUNKS == 1:
                     tiles = values
                 else:
-                    tiles = _load_values(
+                    tiles = load_values(
                         v_ptr, stride_vt, stride_vd, t0 - (LEFT + SHIFT), c * BLOCK_D, start, end,
                         0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
                     )  # fmt: skip
                 acc = tl.zeros([BLOCK, BLOCK_D], tl.float32)
                 for j in tl.static_range(RING + 1):
-                    p = _band(weights, j, SHIFT, BLOCK, RING).to(DTYPE)
-                    acc = tl.dot(p, _here(tiles[j], PIN), acc, input_precision=PRECISION)
+                    p = band_tile(weights, j, SHIFT, BLOCK, RING).to(DTYPE)
+                    acc = tl.dot(p, pin(tiles[j], PIN), acc, input_precision=PRECISION)
                 if seed_ptr is not None:
                     acc = acc / (1.0 - dropout_p)
-                _store_tile(
+                store_tile(
                     out_ptr, acc, stride_ot, stride_od, t0, c * BLOCK_D, start, end, n_frames,
                     DH, BLOCK, BLOCK_D, VECTOR_V,
                 )  # fmt: skip
         else:
             zeros = tl.zeros([BLOCK, BLOCK_D], tl.float32)
             for c in range(CHUNKS):
-                _store_tile(
+                store_tile(
                     out_ptr, zeros, stride_ot, stride_od, t0, c * BLOCK_D, start, end, n_frames,
                     DH, BLOCK, BLOCK_D, VECTOR_V,
                 )  # fmt: skip
@@ -562,11 +220,12 @@ if triton is not None:
         """grad_logits = a (da - sum_k a da), da[t, k] = g[t] . v[t - left + k]; grad_v = P^T g.
 
         One program walks along one head of one sequence, STEPS + RING blocks of BLOCK frames. A
-        block's weights give grad_logits, and add to the grad_v of the RING + 1 tiles that its
-        windows lie in: a sum is carried for each tile until the last block that reads it. The
-        program owns the grad_logits of its first STEPS blocks and the STEPS tiles of grad_v that it
-        sums in full, so that nothing is added up in memory: no atomics. The weights are made anew
-        from their logits; nothing is saved by the forward pass.
+        block's weights give grad_logits, and transposed its share of the grad_v of the RING + 1
+        tiles that its windows lie in: a tile is summed when the last block that reads it has come.
+        The program owns the grad_logits of its first STEPS blocks and the STEPS tiles of grad_v
+        whose blocks it has all seen, so that nothing is added up in memory: no atomics. The weights
+        are made anew from their logits; nothing is saved by the forward pass. Reads logits, grad
+        and v of (STEPS + RING) * BLOCK frames.
         """
         pid = tl.program_id(0).to(tl.int64)
         bh = pid // n_blocks
@@ -574,19 +233,21 @@ if triton is not None:
         h = bh % n_heads
         s0 = ((pid % n_blocks) * (STEPS * BLOCK)).to(tl.int32)  # first frame of grad_v
         t0 = s0 + (LEFT + SHIFT - RING * BLOCK)
-        start, end = _bounds(starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames)
-        stride_gd = _align(stride_gd, VECTOR_V)
-        stride_aw = _align(stride_aw, VECTOR_A)
-        stride_vd = _align(stride_vd, VECTOR_V)
-        stride_daw = _align(stride_daw, VECTOR_A)
-        stride_dvd = _align(stride_dvd, VECTOR_V)
-        grad_ptr += _align(b * stride_gb + h * stride_gh, ALIGN_V)
-        logits_ptr += _align(b * stride_ab + h * stride_ah, ALIGN_A)
-        v_ptr += _align(b * stride_vb + h * stride_vh, ALIGN_V)
+        start, end = sequence_bounds(
+            starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames
+        )
+        stride_gd = align(stride_gd, VECTOR_V)
+        stride_aw = align(stride_aw, VECTOR_A)
+        stride_vd = align(stride_vd, VECTOR_V)
+        stride_daw = align(stride_daw, VECTOR_A)
+        stride_dvd = align(stride_dvd, VECTOR_V)
+        grad_ptr += align(b * stride_gb + h * stride_gh, ALIGN_V)
+        logits_ptr += align(b * stride_ab + h * stride_ah, ALIGN_A)
+        v_ptr += align(b * stride_vb + h * stride_vh, ALIGN_V)
         if grad_logits_ptr is not None:
-            grad_logits_ptr += _align(b * stride_dab + h * stride_dah, ALIGN_A)
+            grad_logits_ptr += align(b * stride_dab + h * stride_dah, ALIGN_A)
         if grad_v_ptr is not None:
-            grad_v_ptr += _align(b * stride_dvb + h * stride_dvh, ALIGN_V)
+            grad_v_ptr += align(b * stride_dvb + h * stride_dvh, ALIGN_V)
         CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
         if (t0 < end) & (t0 + (STEPS + RING) * BLOCK > start):
             window = ()
@@ -594,35 +255,35 @@ if triton is not None:
             grads = ()
             for i in tl.static_range(STEPS + (RING if grad_v_ptr is not None else 0)):
                 ti = t0 + i * BLOCK
-                logits = _load_logits(
+                logits = load_logits(
                     logits_ptr, stride_at, stride_aw, ti, start, end,
                     LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
                 )  # fmt: skip
                 if CHUNKS == 1:
-                    grad = _load_tile(
+                    grad = load_tile(
                         grad_ptr, stride_gt, stride_gd, ti, 0, start, end, 0.0,
                         DH, BLOCK, BLOCK_D, VECTOR_V,
                     ).to(DTYPE)  # fmt: skip
                     if (grad_logits_ptr is not None) and (i < STEPS):
-                        values = _load_values(
+                        values = load_values(
                             v_ptr, stride_vt, stride_vd, ti - (LEFT + SHIFT), 0, start, end,
                             0 if i == 0 else RING, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
                         )  # fmt: skip
-                    grad = _here(grad, PIN)
+                    grad = pin(grad, PIN)
                     grads = grads + (grad,)
-                weights = _softmax(
+                weights = softmax(
                     logits, ti, start, end,
                     LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
                 )  # fmt: skip
                 dropped = weights
                 if seed_ptr is not None:
-                    kept = _kept(seed_ptr, bh * n_frames + ti, dropout_p, W, BLOCK)
-                    dropped = _drop(weights, kept, SHIFT, W, BLOCK, RING)
+                    kept = kept_slots(seed_ptr, bh * n_frames + ti, dropout_p, W, BLOCK)
+                    dropped = drop(weights, kept, SHIFT, W, BLOCK, RING)
                 if (grad_logits_ptr is not None) and (i < STEPS):
                     if CHUNKS == 1:
                         window = window[1:]
                         for j in tl.static_range(len(values)):
-                            window = window + (_here(values[j], PIN),)
+                            window = window + (pin(values[j], PIN),)
                     d_band = ()
                     for _ in tl.static_range(RING + 1):
                         d_band = d_band + (tl.zeros([BLOCK, BLOCK], tl.float32),)
@@ -631,11 +292,11 @@ if triton is not None:
                             g = grad
                             tiles = window
                         else:
-                            g = _load_tile(
+                            g = load_tile(
                                 grad_ptr, stride_gt, stride_gd, ti, c * BLOCK_D, start, end, 0.0,
                                 DH, BLOCK, BLOCK_D, VECTOR_V,
                             ).to(DTYPE)  # fmt: skip
-                            tiles = _load_values(
+                            tiles = load_values(
                                 v_ptr, stride_vt, stride_vd, ti - (LEFT + SHIFT), c * BLOCK_D,
                                 start, end, 0, RING, DH, BLOCK, BLOCK_D, VECTOR_V, DTYPE,
                             )  # fmt: skip
@@ -644,11 +305,11 @@ if triton is not None:
                             v_t = tl.trans(tiles[j])
                             added = added + (tl.dot(g, v_t, d_band[j], input_precision=PRECISION),)
                         d_band = added
-                    d_weights = (tl.where(_first(SHIFT, BLOCK), d_band[0], d_band[RING]),)
+                    d_weights = (tl.where(in_first_tile(SHIFT, BLOCK), d_band[0], d_band[RING]),)
                     for j in tl.static_range(1, RING):
                         d_weights = d_weights + (d_band[j],)
                     if seed_ptr is not None:
-                        d_weights = _drop(d_weights, kept, SHIFT, W, BLOCK, RING)
+                        d_weights = drop(d_weights, kept, SHIFT, W, BLOCK, RING)
                     total = tl.zeros([BLOCK, 1], tl.float32)
                     for j in tl.static_range(RING):
                         total += tl.sum(weights[j] * d_weights[j], axis=1)[:, None]
@@ -658,14 +319,16 @@ if triton is not None:
                         if seed_ptr is not None:
                             d_logit = d_logit / (1.0 - dropout_p)
                         d_logits = d_logits + (d_logit,)
-                    _store_logits(
+                    store_logits(
                         grad_logits_ptr, d_logits, stride_dat, stride_daw, ti, start, end, n_frames,
                         SHIFT, W, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
                     )  # fmt: skip
                 if grad_v_ptr is not None:
                     band = ()
                     for j in tl.static_range(RING + 1):
-                        band = band + (tl.trans(_band(dropped, j, SHIFT, BLOCK, RING).to(DTYPE)),)
+                        band = band + (
+                            tl.trans(band_tile(dropped, j, SHIFT, BLOCK, RING).to(DTYPE)),
+                        )
                     bands = bands + (band,)
                     if i >= RING:
                         for c in range(CHUNKS):
@@ -674,14 +337,14 @@ if triton is not None:
                                 if CHUNKS == 1:
                                     g = grads[i - j]
                                 else:
-                                    g = _load_tile(
+                                    g = load_tile(
                                         grad_ptr, stride_gt, stride_gd, ti - j * BLOCK, c * BLOCK_D,
                                         start, end, 0.0, DH, BLOCK, BLOCK_D, VECTOR_V,
                                     ).to(DTYPE)  # fmt: skip
                                 d_v = tl.dot(bands[i - j][j], g, d_v, input_precision=PRECISION)
                             if seed_ptr is not None:
                                 d_v = d_v / (1.0 - dropout_p)
-                            _store_tile(
+                            store_tile(
                                 grad_v_ptr, d_v, stride_dvt, stride_dvd, ti - (LEFT + SHIFT),
                                 c * BLOCK_D, start, end, n_frames, DH, BLOCK, BLOCK_D, VECTOR_V,
                             )  # fmt: skip
@@ -692,14 +355,14 @@ if triton is not None:
             no_values = tl.zeros([BLOCK, BLOCK_D], tl.float32)
             for i in tl.static_range(STEPS):
                 if grad_logits_ptr is not None:
-                    _store_logits(
+                    store_logits(
                         grad_logits_ptr, no_logits, stride_dat, stride_daw, t0 + i * BLOCK,
                         start, end, n_frames,
                         SHIFT, W, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
                     )  # fmt: skip
                 if grad_v_ptr is not None:
                     for c in range(CHUNKS):
-                        _store_tile(
+                        store_tile(
                             grad_v_ptr, no_values, stride_dvt, stride_dvd, s0 + i * BLOCK,
                             c * BLOCK_D, start, end, n_frames, DH, BLOCK, BLOCK_D, VECTOR_V,
                         )  # fmt: skip

@@ -135,8 +135,8 @@ def ldsa_local_attention(
 
     Any strides are taken as they are, time-last as well as the channel-last memory that a linear
     layer produces (`logits.view(B, T, H, W).permute(0, 2, 3, 1)`). Softmax and accumulation are in
-    float32 at least. Deterministic. A NaN or inf at a frame inside the sequence may spread to the
-    frames computed in the same block.
+    float32 at least. Deterministic. A NaN or inf at a frame inside the sequence may spread to all
+    frames of the blocks of 16 to 64 that read it.
 
     Args:
         a_logits: [B,H,W,T], floating point; W = left + 1 + right. Slot 0 is the leftmost frame.
@@ -148,7 +148,8 @@ def ldsa_local_attention(
         edge: what slots outside the sequence do: "zero", they keep their softmax weight and add
             nothing; "renormalize", they are removed before the softmax.
         dropout_p: probability of dropping a weight after the softmax, 0 <= dropout_p < 1; those
-            kept are scaled by 1 / (1 - dropout_p). Follows the generator of v's device.
+            kept are scaled by 1 / (1 - dropout_p). Follows the generator of v's device. The fused
+            kernel draws with the nearest multiple of 1/65536.
         implementation: "auto" (the fused kernel where it can run, else eager), "triton", "eager".
             The fused kernel takes float32, bfloat16 and float16, W <= 255 and Dh <= 256.
 
