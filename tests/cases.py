@@ -1,5 +1,6 @@
 """The cases of the op that tests and benchmarks share, their tensors, and the float64 truth."""
 
+from contextlib import contextmanager
 from itertools import cycle
 from typing import NamedTuple
 
@@ -153,6 +154,30 @@ class Recorder(TorchDispatchMode):
 
     def names(self):
         return [call[0].name() for call in self.calls]
+
+
+def captured(function):
+    """A CUDA graph of function() after one warm-up call, and what the call returned."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+@contextmanager
+def no_waiting():
+    """An error where the host waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 # Small enough for Triton's interpreter on a CPU.

@@ -225,3 +225,30 @@ LARGE = [
         ]
     ),
 ]
+
+HALVES = torch.bfloat16, torch.float16
+# For a GPU: the layer's own widths in what it is trained in, every kind of bound and of memory.
+FULL = [
+    *(
+        DeltaCase(f"full-T{T}-{keys}-{gate}", 1, T, 2, 256, 4, 512, torch.bfloat16, keys, gate)
+        for T in (1, 7, 65, 200)
+        for keys in ("random", "correlated", "identical")
+        for gate in (0.0, -5.0, -20.0, -1000.0, "mixed")
+    ),
+    *(
+        DeltaCase(f"full-{str(dtype)[6:]}-V{V}-{keys}", 1, 200, 2, 256, 4, V, dtype, keys, gate)
+        for dtype in (*HALVES, torch.float32)
+        for V in (128, 512)
+        for keys, gate in (("random", "mixed"), ("correlated", 0.0))
+    ),
+    *(
+        DeltaCase(f"full-{str(dtype)[6:]}-{name}", B, 300, 2, 256, 4, 512, dtype, **options)
+        for dtype in HALVES
+        for name, B, options in (
+            ("ragged", 4, {"lengths": (300, 64, 7, 0)}),
+            ("packed", 1, {"cu_seqlens": (3, 10, 10, 138, 139, 290)}),
+            ("strided", 2, {"layout": "strided", "lengths": (300, 129)}),
+            ("expanded", 2, {"layout": "expanded"}),
+        )
+    ),
+]

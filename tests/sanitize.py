@@ -1,4 +1,4 @@
-"""A small battery of the fused op, forward and backward, for NVIDIA's compute-sanitizer.
+"""A small battery of the fused ops, forward and backward, for NVIDIA's compute-sanitizer.
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from ldsa_nn import ldsa_local_attention
+from ldsa_nn import ldsa_local_attention, tiled_delta_rule
 
 # (left, right), head width: every block width of the kernels, with and without a remainder.
 SIZES = [
@@ -37,6 +37,17 @@ LAYOUTS = cycle(["channel_last", "time_last", "sliced"])
 EDGES = cycle(["zero", "renormalize"])
 DROPOUT = cycle([0.0, 0.0, 0.2])
 
+# Delta rule: frames, key width, tiles, value width, bounds. Values of one head and of four, with
+# and without a remainder in every direction.
+DELTA = [
+    (70, 256, 4, 128, None),
+    (130, 256, 4, 512, {"lengths": (130, 65)}),
+    (200, 64, 1, 40, {"cu_seqlens": (1, 65, 65, 130, 199)}),
+    (65, 80, 5, 33, {"lengths": (0, 64)}),
+    (3, 256, 4, 512, {"lengths": (3, 1)}),
+    (1, 48, 3, 20, None),
+]
+
 
 def tensor(channels, frames, layout, dtype):
     """[2,3,C,T] that ends where its memory ends."""
@@ -50,7 +61,8 @@ def tensor(channels, frames, layout, dtype):
     return x.requires_grad_()
 
 
-def main():
+def local():
+    """Number of cases of the local attention that ran."""
     count = 0
     for (left, right), head_dim in SIZES:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -68,6 +80,48 @@ def main():
             if not all(x.isfinite().all() for x in (out, *grads)):
                 raise SystemExit(f"not finite: {left=} {right=} {head_dim=} {dtype} {layout}")
             count += 1
+    return count
+
+
+def delta():
+    """Number of cases of the delta rule that ran."""
+    count = 0
+    for frames, key_dim, tiles, value_dim, bounds in DELTA:
+        for dtype in (torch.float32, torch.bfloat16):
+            bounds = bounds or {}
+            batch = 1 if "cu_seqlens" in bounds else 2
+            options = {name: torch.tensor(x, device="cuda") for name, x in bounds.items()}
+            sequences = len(bounds["cu_seqlens"]) - 1 if batch == 1 else batch
+
+            def of(*shape, kind=torch.float32):
+                return torch.randn(shape, dtype=kind, device="cuda")
+
+            q, k = (of(batch, frames, 2, key_dim) for _ in range(2))
+            inputs = [
+                *((x / x.norm(dim=3, keepdim=True)).to(dtype) for x in (q, k)),
+                of(batch, frames, 2, value_dim, kind=dtype),
+                -of(batch, frames, 2, tiles).abs(),
+                of(batch, frames, 2).sigmoid(),
+            ]
+            state = of(sequences, 2, key_dim, value_dim)
+            for initial in (None, state):
+                tensors = [x.requires_grad_() for x in (*inputs, state)]
+                options.update(initial_state=initial, implementation="triton")
+                with torch.no_grad():
+                    results = tiled_delta_rule(*inputs, output_final_state=True, **options)
+                out, final = tiled_delta_rule(*inputs, output_final_state=True, **options)
+                used = tensors if initial is not None else tensors[:5]
+                ones = torch.ones_like(out), torch.ones_like(final)
+                grads = torch.autograd.grad((out, final), used, ones)
+                if not all(x.isfinite().all() for x in (*results, out, final, *grads)):
+                    raise SystemExit(f"not finite: delta rule, {frames=} {key_dim=} {dtype}")
+                count += 1
+    return count
+
+
+def main():
+    torch.manual_seed(0)
+    count = local() + delta()
     torch.cuda.synchronize()
     print(f"{count} cases ran, forward and backward")
 

@@ -5,10 +5,11 @@ import functools
 import pytest
 import torch
 import torch._inductor.config
-from cases import DEVICE, Recorder, close, error, random
+from cases import DEVICE, Recorder, captured, close, error, no_waiting, random
 from conftest import HAS_GPU
 from delta_cases import (
     BUDGET,
+    FULL,
     LARGE,
     NAMES,
     SMALL,
@@ -41,7 +42,9 @@ def implementation(request):
 @pytest.fixture
 def poisoned_memory():
     """Whatever torch allocates holds NaN until it is written."""
-    torch.use_deterministic_algorithms(True)
+    # Without a refusal of what eager PyTorch cannot do in one order on a GPU.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device=DEVICE).isnan().all()
     yield
     torch.use_deterministic_algorithms(False)
 
@@ -107,7 +110,7 @@ def test_eager_in_its_own_and_in_double_precision(case):
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("poisoned_memory")
-@pytest.mark.parametrize("case", LARGE, ids=str)
+@pytest.mark.parametrize("case", LARGE + FULL, ids=str)
 def test_large_cases(case):
     check(case, "triton", runs=3)
 
@@ -552,6 +555,10 @@ def recorded(case, implementation):
     [
         *(("eager", case) for case in ("fifty", "ragged", "packed", "fp16")),
         ("triton", "one_chunk"),
+        *(
+            pytest.param("triton", case, marks=pytest.mark.gpu)
+            for case in ("ragged", "packed", "strided", "bf16")
+        ),
     ],
 )
 def test_opcheck(implementation, case, direction):
@@ -666,3 +673,153 @@ def test_exported():
         lengths = torch.arange(B, device=DEVICE) + T // 2
         results = program.module()(*tensors[:5], lengths)
         assert close(results, Op()(*tensors[:5], lengths), 1e-6)
+
+
+# What only a GPU shows
+
+
+STEP = DeltaCase("step", 2, 1, 2, 256, 4, 512, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bounds", [None, "lengths", "cu_seqlens"])
+@pytest.mark.parametrize("frames", [1, 4, 5, 130])
+def test_cuda_graph_of_a_step(frames, bounds):
+    """Its state copied over itself, it runs streams to their end, to the last bit."""
+    values = {
+        None: [None] * 4,
+        "lengths": [(frames, frames), (frames - 1, frames), (0, 2), (1, 0)],
+        "cu_seqlens": [(0, 1, frames), (0, frames - 1, frames), (1, 1, 1), (0, 0, frames)],
+    }[bounds]
+    case = STEP._replace(frames=4 * frames)
+    if bounds == "cu_seqlens":
+        case = case._replace(batch=1, cu_seqlens=(0, 0, 4 * frames))
+    (*tensors, initial), _, _ = make(case)
+    chunk = [torch.zeros_like(x[:, :frames]) for x in tensors]
+    options = {bounds: torch.tensor(values[0], device=DEVICE)} if bounds else {}
+    state = initial.clone()
+
+    def step(state):
+        with torch.no_grad():
+            return tiled_delta_rule(*chunk, initial_state=state, output_final_state=True, **options)
+
+    def function():
+        out, new = step(state)
+        state.copy_(new)
+        return out
+
+    graph, out = captured(function)
+    state.copy_(initial)
+    twin = initial
+    for i, value in enumerate(values):
+        for x, whole in zip(chunk, tensors, strict=True):
+            x.copy_(whole[:, i * frames : (i + 1) * frames])
+        if bounds:
+            options[bounds].copy_(torch.tensor(value))
+        graph.replay()
+        expected, twin = step(twin)
+        assert torch.equal(out, expected) and torch.equal(state, twin)
+    assert not torch.equal(state, initial)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bounds", [None, "lengths", "cu_seqlens"])
+def test_cuda_graph_of_both_directions(bounds):
+    case, values = STEP._replace(frames=150), [None] * 2
+    if bounds == "lengths":
+        values = [(150, 70), (3, 150)]
+    if bounds == "cu_seqlens":
+        values = [(0, 70, 150), (5, 5, 149)]
+        case = case._replace(batch=1, cu_seqlens=values[0])
+    tensors, grads, _ = make(case)
+    options = {bounds: torch.tensor(values[0], device=DEVICE)} if bounds else {}
+    graph, results = captured(lambda: run(tensors, grads, **options))
+    for i, value in enumerate(values):
+        for j, x in enumerate((*tensors[:3], *grads)):
+            x.copy_(random(*x.shape, seed=10 * i + j) / x.shape[-1] ** 0.5)
+        if bounds:
+            options[bounds].copy_(torch.tensor(value))
+        graph.replay()
+        assert same_bits(results, run(tensors, grads, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", ["cpu", DEVICE])
+@pytest.mark.parametrize("bounds", [None, "lengths", "cu_seqlens"])
+@pytest.mark.parametrize("frames", [1, 20, 150])
+def test_the_host_never_waits(implementation, frames, bounds, on):
+    case, options = STEP._replace(frames=frames), {"implementation": implementation}
+    if bounds == "lengths":
+        options["lengths"] = torch.tensor([frames, 1], device=on)
+    if bounds == "cu_seqlens":
+        case = case._replace(batch=1, cu_seqlens=(0, 1, frames))
+        options["cu_seqlens"] = torch.tensor([0, 1, frames], device=on)
+    tensors, grads, _ = make(case)
+
+    def both():
+        with torch.no_grad():
+            tiled_delta_rule(*tensors[:5], initial_state=tensors[5], **options)
+        run(tensors, grads, **options)
+
+    both()
+    with no_waiting():
+        both()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("case", ["one_frame", "ragged", "packed", "bf16"])
+def test_compiled_on_a_gpu(case, dynamic):
+    tensors, grads, options = make(CASES[case])
+    op = torch.compile(tiled_delta_rule, fullgraph=True, dynamic=dynamic)
+    assert near(run(tensors, grads, op, **options), run(tensors, grads, **options), 1e-5)
+
+
+def launched(function):
+    """Names of what ran on the GPU."""
+    function()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        function()
+        torch.cuda.synchronize()
+    cuda = torch.profiler.DeviceType.CUDA
+    return [e.name for e in profile.events() if e.device_type == cuda]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("frames", "count"), [(1, 1), (200, 2)])
+def test_launches(frames, count):
+    """A step is one launch; more frames are two, and three for each segment on the way back."""
+    (*tensors, initial), _, _ = make(STEP._replace(frames=frames))
+    names = launched(lambda: tiled_delta_rule(*tensors, initial_state=initial))
+    assert len(names) == count and all("delta" in name for name in names), names
+    inputs = [x.requires_grad_() for x in tensors]
+    out, _ = tiled_delta_rule(*inputs, initial_state=initial)
+    names = launched(lambda: torch.autograd.grad(out, inputs, out.detach(), retain_graph=True))
+    assert len([name for name in names if "delta" in name]) == 3, names
+    # The gradient of the state starts from zeros.
+    assert len(names) <= 4, names
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits():
+    """The states before all chunks are more than 2^31 numbers; the last frames are right."""
+    heads, key_dim, value_dim, tail = 8, 256, 512, 4 * 64
+    frames = 64 * (2**31 // (heads * key_dim * value_dim) + 1) + tail
+
+    def of(*shape):
+        return torch.randn(1, frames, heads, *shape, dtype=torch.bfloat16, device=DEVICE)
+
+    torch.manual_seed(0)
+    q, k = (torch.nn.functional.normalize(of(key_dim), dim=3) for _ in range(2))
+    g, beta = -0.1 * of(4).float().abs(), of().float().sigmoid()
+    g[:, -tail] = -1000.0
+    tensors, grad = (q, k, of(value_dim), g, beta), of(value_dim)
+    inputs = [x.requires_grad_() for x in tensors]
+    out, _ = tiled_delta_rule(*inputs)
+    grads = torch.autograd.grad(out, inputs, grad)
+    alone = [x.detach()[:, -tail:].requires_grad_() for x in tensors]
+    expected, _ = tiled_delta_rule(*alone)
+    wanted = torch.autograd.grad(expected, alone, grad[:, -tail:])
+    # exp(-20) of the past is left, which tips the rounding of a few numbers.
+    assert near([x[:, -tail:] for x in (out, *grads)], (expected, *wanted), 1e-4)

@@ -4,7 +4,20 @@ import functools
 
 import pytest
 import torch
-from cases import DEVICE, SMALL, Case, Recorder, close, error, lay_out, make, random, run, truth
+from cases import (
+    DEVICE,
+    SMALL,
+    Case,
+    Recorder,
+    captured,
+    close,
+    error,
+    lay_out,
+    make,
+    random,
+    run,
+    truth,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
@@ -209,19 +222,6 @@ def test_exported(implementation):
 def inputs(dtype=torch.bfloat16):
     a_logits, v, grad = (random(3, 2, n, 40, dtype=dtype, seed=n) for n in (6, 8, 9))
     return a_logits.requires_grad_(), v.requires_grad_(), grad[:, :, :8].contiguous()
-
-
-def captured(function):
-    """A CUDA graph of function() after one warm-up call, and what the call returned."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        function()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
 
 
 @pytest.mark.gpu

@@ -6,9 +6,10 @@ import pickle
 
 import pytest
 import torch
-from cases import DEVICE, close, error, random
+from cases import ATOL, DEVICE, captured, close, error, no_waiting, random
 from delta_cases import relative
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ldsa_nn import ConformerEncoder, SystolicLinearAttention, replace_attention
 from ldsa_nn.streaming import SlaState
@@ -659,3 +660,153 @@ def test_in_place_of_a_hosts_attention(bidirectional):
     assert error(y[1, :9], model(x[1:, :9])[0]) <= 1e-5
     state = {k: v.clone() for k, v in model.state_dict().items()}
     model.load_state_dict(state)
+
+
+# What only a GPU shows
+
+
+def gradients(layer, x, **options):
+    """(output, gradients of its square's mean by x and all parameters)."""
+    leaf = x.detach().requires_grad_()
+    y = layer(leaf, **options)
+    loss = y.float().square().mean()
+    return y.detach(), *torch.autograd.grad(loss, [leaf, *layer.parameters()])
+
+
+def assert_replayed(model, step, x, frames, ragged, atol):
+    """A captured step, its state copied over itself, runs two streams x to their end.
+
+    step: (chunk, state, lengths) -> (outputs, new state).
+    """
+    state = model.init_state(2)
+    chunk = torch.zeros_like(x[:, :frames])
+    lengths = torch.full((2,), frames, device=DEVICE) if ragged else None
+
+    def fill(new):
+        for old, n in zip(tree_leaves(state), tree_leaves(new), strict=True):
+            old.copy_(n)
+
+    def function():
+        out, new = step(chunk, state, lengths)
+        fill(new)
+        return out
+
+    with torch.no_grad():
+        graph, out = captured(function)
+        fill(model.init_state(2))
+        twin = model.init_state(2)
+        for i in range(6):
+            chunk.copy_(x[:, frames * i : frames * (i + 1)])
+            if ragged:
+                lengths.copy_(torch.tensor([max(frames - i, 0), i]).clamp(max=frames))
+            graph.replay()
+            expected, twin = step(chunk, twin, lengths)
+            assert close([*out, *tree_leaves(state)], [*expected, *tree_leaves(twin)], atol)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("frames", [1, 8])
+@pytest.mark.parametrize(
+    ("dtype", "state_dtype"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_cuda_graph(dtype, state_dtype, frames, ragged):
+    torch.manual_seed(0)
+    layer = SLA(64, key_dim=64, value_dim=32, state_dtype=state_dtype, device=DEVICE, dtype=dtype)
+
+    def step(chunk, state, lengths):
+        y, new = layer.step(chunk, state, lengths)
+        return [y], new
+
+    # A product inside a graph may be of another order of sums.
+    x = random(2, 6 * frames, 64, dtype=dtype)
+    assert_replayed(layer, step, x, frames, ragged, ATOL[dtype])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("attention", MIXES[:2], ids=str)
+def test_cuda_graph_of_the_encoder(attention, ragged):
+    model = encoder(attention, right=1)
+
+    def step(chunk, state, lengths):
+        *out, new = model.step(chunk, state, lengths)
+        return out, new
+
+    assert_replayed(model, step, random(2, 48, F), 8, ragged, 1e-4)
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits():
+    layers = [build(bidirectional=bidirectional) for bidirectional in (False, True)]
+    x = random(2, 9, 6)
+    lengths = torch.tensor([9, 2], device=DEVICE)
+    keep = torch.arange(9, device=DEVICE) < lengths[:, None]
+    options = [{}, {"lengths": lengths}, {"lengths": lengths.cpu()}, {"mask": keep}]
+    options += [{"mask": keep[:, None].long()}, {"mask": keep[:, None] & keep[:, :, None]}]
+
+    def run():
+        for each in options:
+            for layer in layers:
+                gradients(layer, x, **each)
+        for chosen in (None, lengths, lengths.cpu()):
+            state = layers[0].init_state(2)
+            for chunk in (x, x[:, :1], x):
+                _, state = layers[0].step(chunk, state, chosen)
+            layers[0].flush(state)
+
+    run()
+    with no_waiting():
+        run()
+
+
+@pytest.mark.gpu
+@DIRECTIONS
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_default_sizes_in_every_precision(dtype, bidirectional):
+    torch.manual_seed(0)
+    layer = SLA(512, bidirectional=bidirectional, device=DEVICE, dtype=dtype)
+    x, lengths = random(3, 300, 512, dtype=dtype), torch.tensor([300, 129, 5], device=DEVICE)
+    results = gradients(layer, x, lengths=lengths)
+    expected = gradients(copy.deepcopy(layer).double(), x.double(), lengths=lengths)
+    bound = 1e-4 if dtype == torch.float32 else 4e-2
+    names = ["out", "x", *dict(layer.named_parameters())]
+    for name, y, exact in zip(names, results, expected, strict=True):
+        assert relative(y, exact, 1e-9) <= bound, name
+
+
+@pytest.mark.gpu
+@DIRECTIONS
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_on_a_gpu(dtype, bidirectional):
+    torch.manual_seed(0)
+    sizes = dict(key_dim=64, value_dim=32, bidirectional=bidirectional)
+    layer = SLA(64, **sizes, device=DEVICE, dtype=dtype)
+    compiled = torch.compile(layer, fullgraph=True)
+    exact = copy.deepcopy(layer).double()
+    for frames in (70, 200):
+        x, lengths = random(3, frames, 64, dtype=dtype), torch.tensor([frames, 3, 40]).to(DEVICE)
+        wanted = gradients(exact, x.double(), lengths=lengths)
+        plain = gradients(layer, x, lengths=lengths)
+        for y, z, e in zip(gradients(compiled, x, lengths=lengths), plain, wanted, strict=True):
+            assert relative(y, e, 1e-9) <= 2 * relative(z, e, 1e-9) + ATOL[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_step_on_a_gpu():
+    torch.manual_seed(0)
+    layer = SLA(64, key_dim=64, value_dim=32, device=DEVICE)
+    step = torch.compile(layer.step, fullgraph=True)
+    state = twin = layer.init_state(2)
+    with torch.no_grad():
+        for i, frames in enumerate((1, 1, 20)):
+            x = random(2, frames, 64, seed=i)
+            (y, state), (expected, twin) = step(x, state), layer.step(x, twin)
+            assert close([y, *state], [expected, *twin], 1e-4)
