@@ -180,11 +180,17 @@ class SystolicLinearAttention(nn.Module):
     def _gates(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """g [B,T,H,tiles] and beta [B,T,H] of each direction, in float32 at least."""
         wide = torch.promote_types(x.dtype, torch.float32)
-        decay = self.w_decay(x).to(wide).unflatten(2, self.A_log.shape)
-        step = F.softplus(decay + self.dt_bias.to(wide))
-        g = (-self.A_log.to(wide).exp() * step).clamp(min=LEAST_GATE)
-        beta = 2 * self.w_beta(x).to(wide).sigmoid().unflatten(2, self.A_log.shape[:2])
-        return g.unbind(2), beta.unbind(2)
+        decay = self.w_decay(x).to(wide).unflatten(2, self.A_log.shape).unbind(2)
+        write = self.w_beta(x).to(wide).unflatten(2, self.A_log.shape[:2]).unbind(2)
+        # Apart from here on: inductor cannot keep views of results for the backward pass of a graph
+        # for any number of frames.
+        g = tuple(
+            (-pace * F.softplus(d + bias)).clamp(min=LEAST_GATE)
+            for d, pace, bias in zip(
+                decay, self.A_log.to(wide).exp(), self.dt_bias.to(wide), strict=True
+            )
+        )
+        return g, tuple(2 * w.sigmoid() for w in write)
 
     def _scanned(
         self, qkv: Tensor, g: Tensor, beta: Tensor, memory: Tensor | None, lengths: Tensor | None
