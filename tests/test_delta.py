@@ -802,6 +802,35 @@ def test_launches(frames, count):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("safe_gate", [False, True])
+def test_equals_kimi_delta_attention(safe_gate, packed, monkeypatch):
+    """Its decay is one number a channel: ours, repeated over a tile."""
+    kda = pytest.importorskip("fla.ops.kda")
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    # Any of its configurations is right, and to time all takes minutes.
+    monkeypatch.setattr(autotuner, "prune_configs", lambda self, _: self.configs[:1])
+    case = DeltaCase("kda", 1, 200, 2, 128, 2, 256, torch.bfloat16)
+    case = case._replace(cu_seqlens=(0, 70, 200)) if packed else case._replace(batch=2)
+    tensors, grads, options = make(case)
+    tensors[3] = tensors[3].clamp(min=-5.0)
+
+    def op(q, k, v, g, beta, initial_state, output_final_state, cu_seqlens=None):
+        g = g.repeat_interleave(case.key_dim // case.tiles, 3)
+        return kda.chunk_kda(
+            q, k, v, g, beta, initial_state=initial_state, cu_seqlens=cu_seqlens,
+            output_final_state=output_final_state, safe_gate=safe_gate,
+        )  # fmt: skip
+
+    results, theirs = (run(tensors, grads, f, **options) for f in (tiled_delta_rule, op))
+    exact = by_definition(tensors, grads, case.bounds())
+    for name, x, y, truth in zip(NAMES, results, theirs, exact, strict=True):
+        budget = BUDGET[case.dtype][name]
+        assert relative(x, truth) <= budget, name
+        assert relative(x, y) <= 3 * budget, name
+
+
+@pytest.mark.gpu
 def test_offsets_beyond_32_bits():
     """The states before all chunks are more than 2^31 numbers; the last frames are right."""
     heads, key_dim, value_dim, tail = 8, 256, 512, 4 * 64
