@@ -18,13 +18,16 @@ sys.path.insert(0, str(ROOT / "kernels" / "benchmarks"))
 import bench_hosts
 import bench_layer
 import bench_stream
+import benchmark_delta
 import measure
 
 CASE = Case("tiny", 2, 1, 30, 16, 7, 7, torch.float16)
 
 
 @pytest.mark.parametrize(
-    "script", [bench_hosts, bench_layer, bench_stream, measure], ids=lambda script: script.__name__
+    "script",
+    [bench_hosts, bench_layer, bench_stream, benchmark_delta, measure],
+    ids=lambda script: script.__name__,
 )
 def test_help(script, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [script.__file__, "--help"])
@@ -41,6 +44,12 @@ def test_help(script, monkeypatch, capsys):
         (measure, "--json DIR", "argument --json: cannot write to"),
         (measure, "--plot DIR/none/x.png", "argument --plot: cannot write to"),
         (measure, "--plot DIR/x.jpeg2", "argument --plot: expected a name in .png"),
+        (benchmark_delta, "--json DIR/none/x.json", "argument --json: cannot write to"),
+        (benchmark_delta, "--plot DIR/x.jpeg2", "argument --plot: expected a name in .png"),
+        (benchmark_delta, "--plot DIR/x.png --cpu", "argument --plot: needs the groups"),
+        (benchmark_delta, "--plot DIR/x.png --groups iso", "argument --plot: needs the groups"),
+        (benchmark_delta, "--groups", "argument --groups: expected at least one"),
+        (benchmark_delta, "--groups iso kda", "argument --groups: invalid choice: 'kda'"),
         (bench_layer, "--frames 0", "argument --frames: .* at least 1, got 0"),
         (bench_layer, "--frames 16 -3", "argument --frames: .* at least 1, got -3"),
         (bench_layer, "--frames 1.5", "argument --frames: .* at least 1, got 1.5"),
@@ -72,10 +81,11 @@ def test_bad_arguments_are_refused(script, arguments, message, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-def test_the_op_needs_a_gpu(tmp_path, monkeypatch):
+@pytest.mark.parametrize("script", [benchmark_delta, measure], ids=lambda script: script.__name__)
+def test_the_ops_need_a_gpu(script, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match=r"^this benchmark needs a GPU and Triton$"):
-        measure.main(["--json", str(tmp_path / "x.json")])
+    with pytest.raises(SystemExit, match=r"^this benchmark needs a GPU and Triton(, or --cpu)?$"):
+        script.main(["--json", str(tmp_path / "x.json")])
     assert not list(tmp_path.iterdir())
 
 
@@ -126,8 +136,7 @@ def test_a_wrong_result_has_no_time(untimed, monkeypatch, wrong):
 
     monkeypatch.setattr(measure, "ours", op)
     calls = [partial(measure.against_roof, CASE, (90, 85))]
-    monkeypatch.setattr(measure, "jobs", lambda curves: {"group": calls})
-    ((title, rows),) = measure.measure(False, SimpleNamespace(update=lambda: None))
+    ((title, rows),) = measure.measured({"group": calls}, SimpleNamespace(update=lambda: None))
     assert title == "group"
     assert rows[0].keys() == {"case", "losing"}
     assert rows[0]["losing"].startswith(f"WRONG: {wrong} has a relative error of ")
@@ -220,6 +229,88 @@ def test_plot_of_the_op(tmp_path):
     rows = [{"ours": (2, 3), "roof": (1, 2), "% of roof": (50, 67)} for _ in measure.OVER_FRAMES]
     rows[0] = {"losing": "WRONG: out"}
     measure.plot(tmp_path / "x.png", rows, rows)
+    assert (tmp_path / "x.png").stat().st_size > 1000
+
+
+# The delta rule
+
+TINY = benchmark_delta.Shape(2, 70, 2, 64, 128)
+
+
+@pytest.fixture
+def delta(untimed, monkeypatch):
+    """Tiny tensors of eager PyTorch on any device, without a clock or a count of memory."""
+    monkeypatch.setattr(benchmark_delta, "peak_mib", lambda call: call() is not None and 3.0)
+    monkeypatch.setattr(benchmark_delta, "has_peer", lambda module="": True)
+    rule = benchmark_delta.tiled_delta_rule
+    monkeypatch.setattr(benchmark_delta, "chunk_kda", lambda *x: rule(*x)[0])
+    for cached in (benchmark_delta.figures, benchmark_delta.kda_layer_figures):
+        cached.cache_clear()
+    yield benchmark_delta
+    for cached in (benchmark_delta.figures, benchmark_delta.kda_layer_figures):
+        cached.cache_clear()
+
+
+def test_delta_beside_its_peer(delta, monkeypatch):
+    limits = {"x KDA": 1.5, "ms": 1, "MiB / KDA": 1}
+    row = delta.versus(TINY, TINY._replace(peer=True), **limits)
+    assert row["ms"] == row["KDA ms"] == (0.002, 0.002)
+    assert row["x KDA"] == row["MiB / KDA"] == (1, 1)
+    assert row["losing"] == "x KDA"
+    assert row["target of both"] == "x KDA >= 1.5, ms <= 1, MiB / KDA <= 1"
+    monkeypatch.setattr(delta, "has_peer", lambda module: False)
+    row = delta.versus(TINY, TINY._replace(peer=True), **limits | {"ms": 0.001})
+    assert "KDA ms" not in row
+    assert (row["note"], row["losing"]) == ("no fla.ops.kda", "ms")
+
+
+@pytest.mark.parametrize(("wrong", "factor"), [("out", 1.01), ("grad_g", 1.05)])
+def test_a_wrong_delta_rule_has_no_time(delta, monkeypatch, wrong, factor):
+    def op(q, k, v, g, beta):
+        out = delta.tiled_delta_rule(q, k, v, g, beta)[0]
+        if wrong == "out":
+            return factor * out
+        return delta.tiled_delta_rule(q, k, v, factor * g - (factor - 1) * g.detach(), beta)[0]
+
+    monkeypatch.setattr(delta, "ours", op)
+    with pytest.raises(measure.WrongError, match=f"^{wrong} has a relative error of "):
+        delta.figures(TINY)
+    monkeypatch.setattr(delta, "chunk_kda", lambda *x: 1.2 * delta.tiled_delta_rule(*x)[0])
+    figures, note = delta.of_peer(lambda: delta.figures(TINY._replace(peer=True)))
+    assert figures is None and note.startswith("KDA: WrongError: out has a relative error of ")
+
+
+def test_delta_steps(delta):
+    for row in (delta.decoding(2, 1.5), delta.layer_step(2)):
+        assert row["value"] == (2,)
+    assert delta.decoding(1, 1.5)["losing"] == "yes"
+
+
+@pytest.mark.parametrize("frames", [20, 70])
+def test_delta_on_a_cpu(delta, monkeypatch, frames):
+    monkeypatch.setattr(delta, "DEVICE", "cpu")
+    monkeypatch.setattr(delta, "wall_ms", lambda call: call() is not None and 2.0)
+    for cases in delta.CPU.values():
+        row = delta.on_cpu(frames, cases[-1][1], 1.5)
+        assert (row["x"], row["losing"]) == ((1, 1), "forward")
+
+
+def test_every_group_of_the_delta_rule(delta):
+    assert set(delta.jobs()) == set(delta.GROUPS)
+    shapes = delta.shapes_of(delta.GROUPS)
+    assert len(shapes) == len(set(shapes))
+    # Both sides write as many channels.
+    for call in (call for word in ("equal", "iso", "speech") for call in delta.jobs()[word]):
+        mine, peer = call.args
+        assert mine.heads * mine.value_dim == peer.heads * peer.value_dim
+        assert (mine.batch, mine.frames) == (peer.batch, peer.frames)
+
+
+def test_plot_of_the_delta_rule(delta, tmp_path):
+    rows = [{"ms": (1, 2), "KDA ms": (2, 3)} for _ in delta.SPEECH]
+    rows[0] = {"losing": "WRONG: out"}
+    heads = [{"ms": (1, 2)} for _ in delta.HEADS]
+    delta.plot(tmp_path / "x.png", {"speech": rows, "heads": heads})
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 

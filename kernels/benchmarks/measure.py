@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 from tqdm import tqdm
 
+START = time.monotonic()
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -282,10 +283,11 @@ def first_seconds():
     return time.perf_counter() - start
 
 
-def first_call():
+def first_call(module="measure", most=10):
+    """How long a module's first_seconds() are in a process with nothing compiled."""
     with tempfile.TemporaryDirectory() as folder:
         seconds = subprocess.run(
-            [sys.executable, "-c", "import measure; print(measure.first_seconds())"],
+            [sys.executable, "-c", f"import {module}; print({module}.first_seconds())"],
             cwd=HERE,
             env={**os.environ, "TRITON_CACHE_DIR": folder},
             stdout=subprocess.PIPE,
@@ -293,7 +295,7 @@ def first_call():
             check=True,
         ).stdout
     row = {"case": "s of the first forward and backward of a process", "value": (float(seconds),)}
-    return judge(row, "value", (10,), min, ("yes",))
+    return judge(row, "value", (most,), min, ("yes",))
 
 
 def jobs(curves):
@@ -341,9 +343,9 @@ def table(rows):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def measure(curves, progress):
+def measured(groups, progress):
     """Yield (title, rows) of each group as it is done."""
-    for title, calls in jobs(curves).items():
+    for title, calls in groups.items():
         rows = []
         for call in calls:
             try:
@@ -415,6 +417,31 @@ def file(*suffixes):
     return parse
 
 
+def report(about, groups, path):
+    """{title: rows}, each group printed as it is done; all of it in a JSON file if one is named."""
+    tqdm.write(", ".join(f"{key} {cell(value)}" for key, value in about.items()))
+    done = {}
+    try:
+        with tqdm(total=sum(map(len, groups.values())), desc="cases", disable=None) as progress:
+            for title, rows in measured(groups, progress):
+                done[title] = rows
+                tqdm.write(f"\n{title}\n{table(rows)}")
+    finally:
+        if path:
+            path.write_text(json.dumps({"machine": about, "groups": done}, indent=1))
+    return done
+
+
+def finish(groups):
+    """Say how many rows lose, and fail if results were wrong."""
+    rows = [row for group in groups.values() for row in group]
+    losing = [row for row in rows if row.get("losing")]
+    print(f"\n{len(losing)} of {len(rows)} rows losing, in {time.monotonic() - START:.0f} s")
+    wrong = [row["case"] for row in losing if "WRONG" in row["losing"]]
+    if wrong:
+        raise SystemExit(f"wrong results: {', '.join(wrong)}")
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         prog="benchmark.py",
@@ -434,27 +461,10 @@ def main(arguments=None):
         raise SystemExit("this benchmark needs a GPU and Triton")
     # Each backward pass is timed over one forward pass, whose buffers must stay.
     torch._functorch.config.donated_buffer = False
-    start = time.monotonic()
-    about = machine()
-    tqdm.write(", ".join(f"{key} {cell(value)}" for key, value in about.items()))
-    groups = {}
-    try:
-        total = sum(map(len, jobs(args.plot is not None).values()))
-        with tqdm(total=total, desc="cases", disable=None) as progress:
-            for title, rows in measure(args.plot is not None, progress):
-                groups[title] = rows
-                tqdm.write(f"\n{title} (forward / backward)\n{table(rows)}")
-    finally:
-        if args.json:
-            args.json.write_text(json.dumps({"machine": about, "groups": groups}, indent=1))
+    groups = report(machine(), jobs(args.plot is not None), args.json)
     if args.plot:
         plot(args.plot, groups["over frames"], groups["over windows"])
-    rows = [row for group in groups.values() for row in group]
-    losing = [row for row in rows if row.get("losing")]
-    print(f"\n{len(losing)} of {len(rows)} rows losing, in {time.monotonic() - start:.0f} s")
-    wrong = [row["case"] for row in losing if row["losing"].startswith("WRONG")]
-    if wrong:
-        raise SystemExit(f"wrong results: {', '.join(wrong)}")
+    finish(groups)
 
 
 if __name__ == "__main__":
