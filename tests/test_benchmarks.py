@@ -18,15 +18,15 @@ sys.path.insert(0, str(ROOT / "kernels" / "benchmarks"))
 import bench_hosts
 import bench_layer
 import bench_stream
-import benchmark_delta
 import measure
+import measure_delta
 
 CASE = Case("tiny", 2, 1, 30, 16, 7, 7, torch.float16)
 
 
 @pytest.mark.parametrize(
     "script",
-    [bench_hosts, bench_layer, bench_stream, benchmark_delta, measure],
+    [bench_hosts, bench_layer, bench_stream, measure_delta, measure],
     ids=lambda script: script.__name__,
 )
 def test_help(script, monkeypatch, capsys):
@@ -44,12 +44,12 @@ def test_help(script, monkeypatch, capsys):
         (measure, "--json DIR", "argument --json: cannot write to"),
         (measure, "--plot DIR/none/x.png", "argument --plot: cannot write to"),
         (measure, "--plot DIR/x.jpeg2", "argument --plot: expected a name in .png"),
-        (benchmark_delta, "--json DIR/none/x.json", "argument --json: cannot write to"),
-        (benchmark_delta, "--plot DIR/x.jpeg2", "argument --plot: expected a name in .png"),
-        (benchmark_delta, "--plot DIR/x.png --cpu", "argument --plot: needs the groups"),
-        (benchmark_delta, "--plot DIR/x.png --groups iso", "argument --plot: needs the groups"),
-        (benchmark_delta, "--groups", "argument --groups: expected at least one"),
-        (benchmark_delta, "--groups iso kda", "argument --groups: invalid choice: 'kda'"),
+        (measure_delta, "--json DIR/none/x.json", "argument --json: cannot write to"),
+        (measure_delta, "--plot DIR/x.jpeg2", "argument --plot: expected a name in .png"),
+        (measure_delta, "--plot DIR/x.png --cpu", "argument --plot: needs the groups"),
+        (measure_delta, "--plot DIR/x.png --groups iso", "argument --plot: needs the groups"),
+        (measure_delta, "--groups", "argument --groups: expected at least one"),
+        (measure_delta, "--groups iso kda", "argument --groups: invalid choice: 'kda'"),
         (bench_layer, "--frames 0", "argument --frames: .* at least 1, got 0"),
         (bench_layer, "--frames 16 -3", "argument --frames: .* at least 1, got -3"),
         (bench_layer, "--frames 1.5", "argument --frames: .* at least 1, got 1.5"),
@@ -81,7 +81,7 @@ def test_bad_arguments_are_refused(script, arguments, message, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", [benchmark_delta, measure], ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", [measure_delta, measure], ids=lambda script: script.__name__)
 def test_the_ops_need_a_gpu(script, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"^this benchmark needs a GPU and Triton(, or --cpu)?$"):
@@ -234,20 +234,20 @@ def test_plot_of_the_op(tmp_path):
 
 # The delta rule
 
-TINY = benchmark_delta.Shape(2, 70, 2, 64, 128)
+TINY = measure_delta.Shape(2, 70, 2, 64, 128)
 
 
 @pytest.fixture
 def delta(untimed, monkeypatch):
     """Tiny tensors of eager PyTorch on any device, without a clock or a count of memory."""
-    monkeypatch.setattr(benchmark_delta, "peak_mib", lambda call: call() is not None and 3.0)
-    monkeypatch.setattr(benchmark_delta, "has_peer", lambda module="": True)
-    rule = benchmark_delta.tiled_delta_rule
-    monkeypatch.setattr(benchmark_delta, "chunk_kda", lambda *x: rule(*x)[0])
-    for cached in (benchmark_delta.figures, benchmark_delta.kda_layer_figures):
+    monkeypatch.setattr(measure_delta, "peak_mib", lambda call: call() is not None and 3.0)
+    monkeypatch.setattr(measure_delta, "has_peer", lambda module="": True)
+    rule = measure_delta.tiled_delta_rule
+    monkeypatch.setattr(measure_delta, "chunk_kda", lambda *x: rule(*x)[0])
+    for cached in (measure_delta.figures, measure_delta.kda_layer_figures):
         cached.cache_clear()
-    yield benchmark_delta
-    for cached in (benchmark_delta.figures, benchmark_delta.kda_layer_figures):
+    yield measure_delta
+    for cached in (measure_delta.figures, measure_delta.kda_layer_figures):
         cached.cache_clear()
 
 

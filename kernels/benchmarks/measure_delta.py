@@ -1,7 +1,7 @@
 """Time the delta rule and its layer, against flash-linear-attention where that is installed.
 
-    python kernels/benchmarks/benchmark_delta.py [--json FILE] [--plot FILE.png] [--groups WORD ...]
-    python kernels/benchmarks/benchmark_delta.py --cpu
+    python kernels/benchmarks/measure_delta.py [--json FILE] [--plot FILE.png] [--groups WORD ...]
+    python kernels/benchmarks/measure_delta.py --cpu
 
 On a GPU, in bfloat16: milliseconds, forward / forward and backward through the autograd engine,
 medians over replays of a CUDA graph; MiB that the call allocates at its peak beside its inputs. The
@@ -15,6 +15,8 @@ target.
 
 With --cpu, in float32 on two threads: the chunk form against the step recurrence, and against
 attention of the same width.
+
+Not called benchmark_*.py: `kernels benchmark` runs whatever is.
 """
 
 import argparse
@@ -369,7 +371,7 @@ def jobs():
         "step": [partial(decoding, 1, 15), partial(decoding, 16, None), partial(layer_step, 1),
                  partial(layer_step, 16)],
         "layer": [partial(layers, *each, False) for each in LAYERS],
-        "first": [partial(measure.first_call, "benchmark_delta", 20)],
+        "first": [partial(measure.first_call, "measure_delta", 20)],
         "compiled": [partial(layers, *each, True) for each in LAYERS[:1]],
     }  # fmt: skip
 
@@ -523,7 +525,7 @@ def plot(path, groups):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(
-        prog="benchmark_delta.py",
+        prog="measure_delta.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
