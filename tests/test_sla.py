@@ -488,9 +488,7 @@ def fresh_dynamo():
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize(
-    ("form", "bidirectional"), [("whole", False), ("lengths", True), ("mask", False)]
-)
+@pytest.mark.parametrize(("form", "bidirectional"), [("lengths", False), ("mask", True)])
 @torch._dynamo.config.patch(error_on_recompile=True)
 def test_compiled_once_for_many_lengths(form, bidirectional):
     layer = build(bidirectional=bidirectional)
@@ -499,7 +497,7 @@ def test_compiled_once_for_many_lengths(form, bidirectional):
         x = random(3, frames, 6)
         lengths = torch.tensor([frames, 3, frames // 2], device=DEVICE)
         mask = torch.arange(frames, device=DEVICE) < lengths[:, None]
-        options = {"whole": {}, "lengths": dict(lengths=lengths), "mask": dict(mask=mask)}[form]
+        options = {"lengths": dict(lengths=lengths), "mask": dict(mask=mask)}[form]
         grads = []
         for module in (layer, compiled):
             leaf = x.clone().requires_grad_()

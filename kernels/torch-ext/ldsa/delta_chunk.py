@@ -9,9 +9,9 @@ the derivation; delta_chunk_bwd.py has the backward pass.
 import torch
 
 from .delta_tiles import (
+    CHANNELS,
     CHUNK,
     VARYING,
-    block_of,
     common,
     on_device,
     operand_dtype,
@@ -527,7 +527,7 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
                 q, k, g, beta, bounds, gates, a, a_low, inverse, inverse_low,
                 adjoint, adjoint_low, n_seqs, heads, frames, n_slots,
                 *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
-                BLOCK_W=block_of(options["WIDTH"]), WIDE=wide(q, k, g, beta[..., None]),
+                BLOCK_W=CHANNELS, WIDE=wide(q, k, g, beta[..., None]),
                 num_warps=4, num_stages=1, **options,
             )  # fmt: skip
         tiles = scan_tiles(q, v, n_seqs * heads)

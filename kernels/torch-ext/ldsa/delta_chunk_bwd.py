@@ -9,9 +9,9 @@ derivation.
 import torch
 
 from .delta_tiles import (
+    CHANNELS,
     CHUNK,
     VARYING,
-    block_of,
     common,
     on_device,
     scan_tiles,
@@ -536,7 +536,7 @@ def launch_delta_backward(
                 grad_out, beta, grad_v, grad_beta, bounds, errors, grad_rest, grad_a, grad_p,
                 n_seqs, heads, frames, n_slots, low, high - low,
                 *grad_out.stride(), *beta.stride(), *grad_v.stride()[:3], *grad_beta.stride(),
-                scale, V=value_dim, BLOCK_V=block_of(value_dim),
+                scale, V=value_dim, BLOCK_V=CHANNELS,
                 WIDE=wide(grad_out, beta[..., None]), num_warps=4, num_stages=2,
                 **{name: options[name] for name in lists},
             )  # fmt: skip
@@ -546,7 +546,7 @@ def launch_delta_backward(
                 n_seqs, heads, frames, n_slots, low, high - low,
                 *grad_out.stride(), *q.stride(), *k.stride(), *g.stride(), *beta.stride(),
                 *grad_q.stride()[:3], *grad_g.stride()[:3], scale,
-                V=value_dim, BLOCK_W=block_of(options["WIDTH"]), BLOCK_V=block_of(value_dim),
+                V=value_dim, BLOCK_W=CHANNELS, BLOCK_V=CHANNELS,
                 WIDE=wide(grad_out, q, k, g, beta[..., None]), num_warps=4, num_stages=2, **options,
             )  # fmt: skip
     if initial_state is not None:

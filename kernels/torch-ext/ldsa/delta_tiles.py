@@ -11,6 +11,9 @@ except ImportError:  # macOS and other platforms without Triton keep the PyTorch
     triton = None
 
 CHUNK = 64
+# Channels in one product of what is inside a chunk, fewer padded: with 16 or 32 the assembler of
+# CUDA 12.8 (Triton 3.5 and 3.6 bring it) gives some products on an H100 wrong addresses.
+CHANNELS = 64
 # Integers that vary from batch to batch: kernels specialised to what divides them would be compiled
 # again and again in the middle of training.
 VARYING = (
