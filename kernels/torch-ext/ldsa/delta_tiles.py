@@ -11,8 +11,8 @@ except ImportError:  # macOS and other platforms without Triton keep the PyTorch
     triton = None
 
 CHUNK = 64
-# Channels in one product of what is inside a chunk, fewer padded: with 16 or 32 the assembler of
-# CUDA 12.8 (Triton 3.5 and 3.6 bring it) gives some products on an H100 wrong addresses.
+# Key channels in one product, fewer padded: with 16 or 32 the assembler of CUDA 12.8 (Triton 3.5 and
+# 3.6 bring it) gives some products on an H100 wrong addresses.
 CHANNELS = 64
 # Integers that vary from batch to batch: kernels specialised to what divides them would be compiled
 # again and again in the middle of training.
@@ -329,11 +329,6 @@ def wide(*tensors):
     return any(x.stride(1) * 64 + x.stride(-1) * 256 >= 2**31 for x in tensors)
 
 
-def block_of(size):
-    """Channels in a block of matrix products: a power of two from 16 to 64."""
-    return min(64, max(16, triton.next_power_of_2(size)))
-
-
 def common(q, v, g, packed):
     """Compile-time arguments that every chunk kernel takes."""
     dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}.get(
@@ -364,7 +359,7 @@ def scan_tiles(q, v, n_programs):
     half = operand_dtype(q, v).itemsize == 2
     block_v = 32 if half and n_programs * value_dim >= 32 * 64 else 16
     return dict(
-        BLOCK_K=block_of(q.shape[3]),
+        BLOCK_K=CHANNELS,
         BLOCK_V=min(block_v, max(16, triton.next_power_of_2(value_dim))),
         # With more warps Triton lets two groups compute the same 64 rows of a product.
         num_warps=4,
