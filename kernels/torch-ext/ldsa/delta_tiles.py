@@ -11,8 +11,8 @@ except ImportError:  # macOS and other platforms without Triton keep the PyTorch
     triton = None
 
 CHUNK = 64
-# Key channels in one product, fewer padded: with 16 or 32 the assembler of CUDA 12.8 (Triton 3.5 and
-# 3.6 bring it) gives some products on an H100 wrong addresses.
+# Key channels in one product, fewer padded: with 16 or 32 the assembler of CUDA 12.8 (Triton 3.5
+# and 3.6 bring it) gives some products on an H100 wrong addresses.
 CHANNELS = 64
 # Integers that vary from batch to batch: kernels specialised to what divides them would be compiled
 # again and again in the middle of training.
