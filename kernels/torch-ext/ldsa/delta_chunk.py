@@ -13,12 +13,12 @@ from .delta_tiles import (
     CHUNK,
     VARYING,
     common,
+    in_vectors,
     on_device,
     operand_dtype,
     scan_tiles,
     sizes,
     triton,
-    wide,
 )
 
 __all__ = ["launch_delta_forward", "new_saved"]
@@ -106,7 +106,6 @@ if triton is not None:
         PACKED: tl.constexpr,
         DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
     ):
         """A = scale sum E Y and (I + P diag(beta))^-1, P = strict_lower(sum E X), sums over tiles.
 
@@ -139,7 +138,7 @@ if triton is not None:
         p = tl.zeros([64, 64], tl.float32)
         a = tl.zeros([64, 64], tl.float32)
         for tile in range(TILES):
-            gate = load_rows(g_ptr + tile * stride_gn, stride_gt, rows, WIDE)
+            gate = load_rows(g_ptr + tile * stride_gn, stride_gt, rows)
             gate = tl.cumsum(tl.maximum(gate, MIN_GATE) * LOG2E, 0)
             tl.store(gates_ptr + tile * 64 + i, gate)
             x = tl.zeros([64, 64], tl.float32)
@@ -156,7 +155,6 @@ if triton is not None:
                     64,
                     BLOCK_W,
                     DTYPE,
-                    WIDE,
                 )
                 queries = load_tile(
                     q_ptr + c0 * stride_qk,
@@ -167,7 +165,6 @@ if triton is not None:
                     64,
                     BLOCK_W,
                     DTYPE,
-                    WIDE,
                 )
                 x = tl.dot(keys, tl.trans(keys), x, input_precision=PRECISION)
                 y = tl.dot(queries, tl.trans(keys), y, input_precision=PRECISION)
@@ -175,11 +172,11 @@ if triton is not None:
             p += decay * x
             a += decay * y
         high, low = halves(a * scale, DTYPE)
-        store_tile(a_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+        store_tile(a_ptr + at * 4096, high, 64, 1, None, None, 64, 64)
         if DTYPE.primitive_bitwidth < 32:
-            store_tile(a_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
+            store_tile(a_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64)
         p = tl.where(i[:, None] > i[None, :], p, 0.0)
-        beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
+        beta = load_rows(beta_ptr, stride_bt, rows)
         lower = p * beta[None, :]
         eye = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         inverse = _join_blocks(eye, lower, 1, PRECISION)
@@ -189,15 +186,15 @@ if triton is not None:
         inverse = _join_blocks(inverse, lower, 16, PRECISION)
         inverse = _join_blocks(inverse, lower, 32, PRECISION)
         high, low = halves(inverse, DTYPE)
-        store_tile(inverse_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+        store_tile(inverse_ptr + at * 4096, high, 64, 1, None, None, 64, 64)
         if DTYPE.primitive_bitwidth < 32:
-            store_tile(inverse_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
+            store_tile(inverse_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64)
         if adjoint_ptr is not None:
             adjoint = eye - beta[:, None] * tl.dot(inverse, p, input_precision=PRECISION)
             high, low = halves(adjoint, DTYPE)
-            store_tile(adjoint_ptr + at * 4096, high, 64, 1, None, None, 64, 64, False)
+            store_tile(adjoint_ptr + at * 4096, high, 64, 1, None, None, 64, 64)
             if DTYPE.primitive_bitwidth < 32:
-                store_tile(adjoint_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64, False)
+                store_tile(adjoint_low_ptr + at * 4096, low, 64, 1, None, None, 64, 64)
 
     @triton.jit(do_not_specialize=VARYING)
     def _delta_scan_fwd_kernel(
@@ -248,7 +245,6 @@ if triton is not None:
         PACKED: tl.constexpr,
         DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
     ):
         """E = (I + P diag(beta))^-1 (v - Kd S), Vh = beta E; out = Qg S + A Vh; then
         S <- e^(G_C) S + Kg^T Vh; chunk after chunk.
@@ -296,8 +292,8 @@ if triton is not None:
             old = tl.zeros([64, BLOCK_V], tl.float32)
             out = tl.zeros([64, BLOCK_V], tl.float32)
 
-            k0 = load_block(k_ptr, stride_kt, stride_kk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
-            q0 = load_block(q_ptr, stride_qt, stride_qk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
+            k0 = load_block(k_ptr, stride_kt, stride_kk, rows, 0, K, BLOCK_K, DTYPE)
+            q0 = load_block(q_ptr, stride_qt, stride_qk, rows, 0, K, BLOCK_K, DTYPE)
             forget0, remain0, left0 = block_gates(gates, 0, K, WIDTH, BLOCK_K, ONE)
             s = s0.to(DTYPE)
             old = read_state(old, k0, s, forget0, ONE, DTYPE, PRECISION)
@@ -305,8 +301,8 @@ if triton is not None:
             if SAVE:
                 store_state(states, s, v0, 0, K, V, BLOCK_K, BLOCK_V)
             if NB > 1:
-                k1 = load_block(k_ptr, stride_kt, stride_kk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
-                q1 = load_block(q_ptr, stride_qt, stride_qk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
+                k1 = load_block(k_ptr, stride_kt, stride_kk, rows, 1, K, BLOCK_K, DTYPE)
+                q1 = load_block(q_ptr, stride_qt, stride_qk, rows, 1, K, BLOCK_K, DTYPE)
                 forget1, remain1, left1 = block_gates(gates, 1, K, WIDTH, BLOCK_K, ONE)
                 s = s1.to(DTYPE)
                 old = read_state(old, k1, s, forget1, ONE, DTYPE, PRECISION)
@@ -314,8 +310,8 @@ if triton is not None:
                 if SAVE:
                     store_state(states, s, v0, 1, K, V, BLOCK_K, BLOCK_V)
             if NB > 2:
-                k2 = load_block(k_ptr, stride_kt, stride_kk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
-                q2 = load_block(q_ptr, stride_qt, stride_qk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
+                k2 = load_block(k_ptr, stride_kt, stride_kk, rows, 2, K, BLOCK_K, DTYPE)
+                q2 = load_block(q_ptr, stride_qt, stride_qk, rows, 2, K, BLOCK_K, DTYPE)
                 forget2, remain2, left2 = block_gates(gates, 2, K, WIDTH, BLOCK_K, ONE)
                 s = s2.to(DTYPE)
                 old = read_state(old, k2, s, forget2, ONE, DTYPE, PRECISION)
@@ -323,8 +319,8 @@ if triton is not None:
                 if SAVE:
                     store_state(states, s, v0, 2, K, V, BLOCK_K, BLOCK_V)
             if NB > 3:
-                k3 = load_block(k_ptr, stride_kt, stride_kk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
-                q3 = load_block(q_ptr, stride_qt, stride_qk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
+                k3 = load_block(k_ptr, stride_kt, stride_kk, rows, 3, K, BLOCK_K, DTYPE)
+                q3 = load_block(q_ptr, stride_qt, stride_qk, rows, 3, K, BLOCK_K, DTYPE)
                 forget3, remain3, left3 = block_gates(gates, 3, K, WIDTH, BLOCK_K, ONE)
                 s = s3.to(DTYPE)
                 old = read_state(old, k3, s, forget3, ONE, DTYPE, PRECISION)
@@ -332,17 +328,15 @@ if triton is not None:
                 if SAVE:
                     store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
-            v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
-            beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
+            v = load_tile(v_ptr, stride_vt, stride_vv, rows, cols, 64, BLOCK_V, DTYPE)
+            beta = load_rows(beta_ptr, stride_bt, rows)
             rest = v.to(tl.float32) - old
             errors = precise_dot(
                 tl.zeros([64, BLOCK_V], tl.float32), inverse_ptr + at * 4096,
                 inverse_low_ptr + at * 4096, rest, False, DTYPE, PRECISION,
             )  # fmt: skip
             if SAVE:
-                store_tile(
-                    errors_ptr + at * (64 * V) + v0, errors, V, 1, None, cols, 64, BLOCK_V, False
-                )
+                store_tile(errors_ptr + at * (64 * V) + v0, errors, V, 1, None, cols, 64, BLOCK_V)
             values = errors * beta[:, None]
             s0 = write_state(s0 * left0, k0, values, remain0, ONE, True, DTYPE, PRECISION)
             if NB > 1:
@@ -355,7 +349,7 @@ if triton is not None:
                 out * scale, a_ptr + at * 4096, a_low_ptr + at * 4096, values, False, DTYPE,
                 PRECISION,
             )  # fmt: skip
-            store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V, False)
+            store_tile(out_ptr, out, stride_ot, 1, rows, cols, 64, BLOCK_V)
             q_ptr += 64 * stride_qt
             k_ptr += 64 * stride_kt
             v_ptr += 64 * stride_vt
@@ -482,7 +476,8 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
     """Run the forward pass; arguments are checked by the caller.
 
     Args:
-        q, k: [B,T,H,K]. v: [B,T,H,V]. g: [B,T,H,tiles]. beta: [B,T,H]. Any strides.
+        q, k: [B,T,H,K]. v: [B,T,H,V], in q's dtype. K and V are multiples of 16. g: [B,T,H,tiles]
+            and beta: [B,T,H], float32. Any strides.
         initial_state: [N,H,K,V] or None.
         bounds: integer [N,2], first and end frame of each sequence in its row (row n, or row 0 of
             B = 1 when N > 1, in order and apart), or None if every row is one full sequence.
@@ -492,6 +487,7 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
         out [B,T,H,V], dense, in v's dtype; final state [N,H,K,V] float32; the tensors of new_saved,
         or an empty tuple.
     """
+    q, k, v = (in_vectors(x) for x in (q, k, v))
     batch, frames, heads, key_dim = q.shape
     value_dim = v.shape[3]
     _, n_seqs, packed, n_slots = sizes(q, v, g, bounds)
@@ -527,7 +523,7 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
                 q, k, g, beta, bounds, gates, a, a_low, inverse, inverse_low,
                 adjoint, adjoint_low, n_seqs, heads, frames, n_slots,
                 *q.stride(), *k.stride(), *g.stride(), *beta.stride(), scale,
-                BLOCK_W=CHANNELS, WIDE=wide(q, k, g, beta[..., None]),
+                BLOCK_W=CHANNELS,
                 num_warps=4, num_stages=1, **options,
             )  # fmt: skip
         tiles = scan_tiles(q, v, n_seqs * heads)
@@ -535,6 +531,6 @@ def launch_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
             q, k, v, beta, out, initial_state, final, bounds, gates, a, a_low, inverse,
             inverse_low, errors, states, heads, frames, n_slots,
             *q.stride(), *k.stride(), *v.stride(), *beta.stride(), *out.stride()[:3], scale,
-            V=value_dim, SAVE=save, WIDE=wide(q, k, v, beta[..., None]), **options, **tiles,
+            V=value_dim, SAVE=save, **options, **tiles,
         )  # fmt: skip
     return out, final, saved

@@ -13,11 +13,11 @@ from .delta_tiles import (
     CHUNK,
     VARYING,
     common,
+    in_vectors,
     on_device,
     scan_tiles,
     sizes,
     triton,
-    wide,
 )
 
 __all__ = ["launch_delta_backward"]
@@ -92,7 +92,6 @@ if triton is not None:
         PACKED: tl.constexpr,
         DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
     ):
         """dVh = A^T dO + Kg dS, dE = M^T dVh; dS <- e^(G_C) dS + Qg^T dO - Kd^T beta dE; chunk
         after chunk, last first.
@@ -136,57 +135,55 @@ if triton is not None:
             rows = end - t0
             gates = gates_ptr + at * (TILES * 64)
             states = grad_states_ptr + kept * (K * V)
-            grad = load_tile(grad_ptr, stride_dt, stride_dv, rows, cols, 64, BLOCK_V, DTYPE, WIDE)
-            a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE, False)
+            grad = load_tile(grad_ptr, stride_dt, stride_dv, rows, cols, 64, BLOCK_V, DTYPE)
+            a = load_tile(a_ptr + at * 4096, 64, 1, None, None, 64, 64, DTYPE)
             values = tl.dot(tl.trans(a), grad, input_precision=PRECISION)
 
-            k0 = load_block(k_ptr, stride_kt, stride_kk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
+            k0 = load_block(k_ptr, stride_kt, stride_kk, rows, 0, K, BLOCK_K, DTYPE)
             forget0, remain0, left0 = block_gates(gates, 0, K, WIDTH, BLOCK_K, ONE)
             s = s0.to(DTYPE)
             values = read_state(values, k0, s, remain0, ONE, DTYPE, PRECISION)
             store_state(states, s, v0, 0, K, V, BLOCK_K, BLOCK_V)
             if NB > 1:
-                k1 = load_block(k_ptr, stride_kt, stride_kk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
+                k1 = load_block(k_ptr, stride_kt, stride_kk, rows, 1, K, BLOCK_K, DTYPE)
                 forget1, remain1, left1 = block_gates(gates, 1, K, WIDTH, BLOCK_K, ONE)
                 s = s1.to(DTYPE)
                 values = read_state(values, k1, s, remain1, ONE, DTYPE, PRECISION)
                 store_state(states, s, v0, 1, K, V, BLOCK_K, BLOCK_V)
             if NB > 2:
-                k2 = load_block(k_ptr, stride_kt, stride_kk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
+                k2 = load_block(k_ptr, stride_kt, stride_kk, rows, 2, K, BLOCK_K, DTYPE)
                 forget2, remain2, left2 = block_gates(gates, 2, K, WIDTH, BLOCK_K, ONE)
                 s = s2.to(DTYPE)
                 values = read_state(values, k2, s, remain2, ONE, DTYPE, PRECISION)
                 store_state(states, s, v0, 2, K, V, BLOCK_K, BLOCK_V)
             if NB > 3:
-                k3 = load_block(k_ptr, stride_kt, stride_kk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
+                k3 = load_block(k_ptr, stride_kt, stride_kk, rows, 3, K, BLOCK_K, DTYPE)
                 forget3, remain3, left3 = block_gates(gates, 3, K, WIDTH, BLOCK_K, ONE)
                 s = s3.to(DTYPE)
                 values = read_state(values, k3, s, remain3, ONE, DTYPE, PRECISION)
                 store_state(states, s, v0, 3, K, V, BLOCK_K, BLOCK_V)
 
-            beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
+            beta = load_rows(beta_ptr, stride_bt, rows)
             rest = precise_dot(
                 tl.zeros([64, BLOCK_V], tl.float32), adjoint_ptr + at * 4096,
                 adjoint_low_ptr + at * 4096, values, True, DTYPE, PRECISION,
             )  # fmt: skip
-            store_tile(
-                grad_rest_ptr + kept * (64 * V) + v0, rest, V, 1, None, cols, 64, BLOCK_V, False
-            )
+            store_tile(grad_rest_ptr + kept * (64 * V) + v0, rest, V, 1, None, cols, 64, BLOCK_V)
             rest *= -beta[:, None]
             scaled = grad.to(tl.float32) * scale
-            q0 = load_block(q_ptr, stride_qt, stride_qk, rows, 0, K, BLOCK_K, DTYPE, WIDE)
+            q0 = load_block(q_ptr, stride_qt, stride_qk, rows, 0, K, BLOCK_K, DTYPE)
             s0 = write_state(s0 * left0, q0, scaled, forget0, ONE, False, DTYPE, PRECISION)
             s0 = write_state(s0, k0, rest, forget0, ONE, True, DTYPE, PRECISION)
             if NB > 1:
-                q1 = load_block(q_ptr, stride_qt, stride_qk, rows, 1, K, BLOCK_K, DTYPE, WIDE)
+                q1 = load_block(q_ptr, stride_qt, stride_qk, rows, 1, K, BLOCK_K, DTYPE)
                 s1 = write_state(s1 * left1, q1, scaled, forget1, ONE, False, DTYPE, PRECISION)
                 s1 = write_state(s1, k1, rest, forget1, ONE, True, DTYPE, PRECISION)
             if NB > 2:
-                q2 = load_block(q_ptr, stride_qt, stride_qk, rows, 2, K, BLOCK_K, DTYPE, WIDE)
+                q2 = load_block(q_ptr, stride_qt, stride_qk, rows, 2, K, BLOCK_K, DTYPE)
                 s2 = write_state(s2 * left2, q2, scaled, forget2, ONE, False, DTYPE, PRECISION)
                 s2 = write_state(s2, k2, rest, forget2, ONE, True, DTYPE, PRECISION)
             if NB > 3:
-                q3 = load_block(q_ptr, stride_qt, stride_qk, rows, 3, K, BLOCK_K, DTYPE, WIDE)
+                q3 = load_block(q_ptr, stride_qt, stride_qk, rows, 3, K, BLOCK_K, DTYPE)
                 s3 = write_state(s3 * left3, q3, scaled, forget3, ONE, False, DTYPE, PRECISION)
                 s3 = write_state(s3, k3, rest, forget3, ONE, True, DTYPE, PRECISION)
             t0 -= 64
@@ -240,7 +237,6 @@ if triton is not None:
         PACKED: tl.constexpr,
         DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
     ):
         """dA = lower(dO Vh^T), dP = -strict_lower(beta dE Vh^T), dv = beta dE, dbeta = <dE, E>.
 
@@ -267,7 +263,7 @@ if triton is not None:
         grad_rest_ptr += kept * (64 * V)
         i = tl.arange(0, 64)
         EVEN: tl.constexpr = V % BLOCK_V == 0
-        beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
+        beta = load_rows(beta_ptr, stride_bt, rows)
         grad_a = tl.zeros([64, 64], tl.float32)
         grad_p = tl.zeros([64, 64], tl.float32)
         grad_beta = tl.zeros([64], tl.float32)
@@ -275,21 +271,19 @@ if triton is not None:
             cols = None if EVEN else V - v0
             grad = load_tile(
                 grad_ptr + tl.cast(v0, tl.int64) * stride_dv,
-                stride_dt, stride_dv, rows, cols, 64, BLOCK_V, DTYPE, WIDE,
+                stride_dt, stride_dv, rows, cols, 64, BLOCK_V, DTYPE,
             )  # fmt: skip
-            errors = load_tile(errors_ptr + v0, V, 1, None, cols, 64, BLOCK_V, DTYPE, False)
-            rest = load_tile(grad_rest_ptr + v0, V, 1, None, cols, 64, BLOCK_V, DTYPE, False)
+            errors = load_tile(errors_ptr + v0, V, 1, None, cols, 64, BLOCK_V, DTYPE)
+            rest = load_tile(grad_rest_ptr + v0, V, 1, None, cols, 64, BLOCK_V, DTYPE)
             grad_a = tl.dot(grad, tl.trans(errors), grad_a, input_precision=PRECISION)
             grad_p = tl.dot(rest, tl.trans(errors), grad_p, input_precision=PRECISION)
             rest = rest.to(tl.float32)
             grad_beta += tl.sum(rest * errors.to(tl.float32), 1)
-            store_tile(
-                grad_v_ptr + v0, rest * beta[:, None], stride_vt, 1, rows, cols, 64, BLOCK_V, False
-            )
+            store_tile(grad_v_ptr + v0, rest * beta[:, None], stride_vt, 1, rows, cols, 64, BLOCK_V)
         grad_a = tl.where(i[:, None] >= i[None, :], grad_a * (scale * beta)[None, :], 0.0)
         grad_p = tl.where(i[:, None] > i[None, :], grad_p * -beta[:, None] * beta[None, :], 0.0)
-        store_tile(grad_a_ptr + kept * 4096, grad_a, 64, 1, None, None, 64, 64, False)
-        store_tile(grad_p_ptr + kept * 4096, grad_p, 64, 1, None, None, 64, 64, False)
+        store_tile(grad_a_ptr + kept * 4096, grad_a, 64, 1, None, None, 64, 64)
+        store_tile(grad_p_ptr + kept * 4096, grad_p, 64, 1, None, None, 64, 64)
         tl.store(
             grad_beta_ptr + i * stride_et,
             grad_beta.to(grad_beta_ptr.dtype.element_ty),
@@ -355,7 +349,6 @@ if triton is not None:
         PACKED: tl.constexpr,
         DTYPE: tl.constexpr,
         PRECISION: tl.constexpr,
-        WIDE: tl.constexpr,
     ):
         """dq = dQg e^G + dY K; dk = dX K + dX^T K + dY^T Q + dKd e^G + dKg e^(G_C - G); dg.
 
@@ -400,7 +393,7 @@ if triton is not None:
         BLOCKS: tl.constexpr = (WIDTH + BLOCK_W - 1) // BLOCK_W
         gate = tl.load(gates_ptr + i)
         last = tl.load(gates_ptr + 63)
-        beta = load_rows(beta_ptr, stride_bt, rows, WIDE)
+        beta = load_rows(beta_ptr, stride_bt, rows)
         grad_gate = tl.zeros([64], tl.float32)
         grad_last = tl.zeros([BLOCK_W], tl.float32)
 
@@ -414,33 +407,25 @@ if triton is not None:
                 cols = None if EVEN_V else V - v0
                 grad = load_tile(
                     grad_ptr + tl.cast(v0, tl.int64) * stride_dv,
-                    stride_dt, stride_dv, rows, cols, 64, BLOCK_V, DTYPE, WIDE,
+                    stride_dt, stride_dv, rows, cols, 64, BLOCK_V, DTYPE,
                 )  # fmt: skip
-                errors = load_tile(errors_ptr + v0, V, 1, None, cols, 64, BLOCK_V, DTYPE, False)
-                rest = load_tile(grad_rest_ptr + v0, V, 1, None, cols, 64, BLOCK_V, DTYPE, False)
+                errors = load_tile(errors_ptr + v0, V, 1, None, cols, 64, BLOCK_V, DTYPE)
+                rest = load_tile(grad_rest_ptr + v0, V, 1, None, cols, 64, BLOCK_V, DTYPE)
                 state = load_tile(
-                    states_ptr + c0 * V + v0, V, 1, cols_k, cols, BLOCK_W, BLOCK_V, DTYPE, False
+                    states_ptr + c0 * V + v0, V, 1, cols_k, cols, BLOCK_W, BLOCK_V, DTYPE
                 )
                 grad_state = load_tile(
-                    grad_states_ptr + c0 * V + v0,
-                    V,
-                    1,
-                    cols_k,
-                    cols,
-                    BLOCK_W,
-                    BLOCK_V,
-                    DTYPE,
-                    False,
+                    grad_states_ptr + c0 * V + v0, V, 1, cols_k, cols, BLOCK_W, BLOCK_V, DTYPE
                 )
                 grad_q = tl.dot(grad, tl.trans(state), grad_q, input_precision=PRECISION)
                 plus = tl.dot(rest, tl.trans(state), plus, input_precision=PRECISION)
                 minus = tl.dot(errors, tl.trans(grad_state), minus, input_precision=PRECISION)
                 grad_last += tl.sum(state.to(tl.float32) * grad_state.to(tl.float32), 1)
             q = load_tile(
-                q_ptr + c0 * stride_qk, stride_qt, stride_qk, rows, cols_k, 64, BLOCK_W, DTYPE, WIDE
+                q_ptr + c0 * stride_qk, stride_qt, stride_qk, rows, cols_k, 64, BLOCK_W, DTYPE
             )
             k = load_tile(
-                k_ptr + c0 * stride_kk, stride_kt, stride_kk, rows, cols_k, 64, BLOCK_W, DTYPE, WIDE
+                k_ptr + c0 * stride_kk, stride_kt, stride_kk, rows, cols_k, 64, BLOCK_W, DTYPE
             )
             # dk = plus + minus: a term's product with k enters dG with the sign of its name.
             grad_q *= (scale * tl.exp2(gate))[:, None]
@@ -448,9 +433,9 @@ if triton is not None:
             minus *= (beta * tl.exp2(last - gate))[:, None]
             carried = tl.sum(tl.sum(minus * k.to(tl.float32), 1), 0)
             decay = decay_between(gate, gate, True)
-            x = load_tile(grad_p_ptr, 64, 1, None, None, 64, 64, tl.float32, False)
+            x = load_tile(grad_p_ptr, 64, 1, None, None, 64, 64, tl.float32)
             plus = tl.dot((decay * x).to(DTYPE), k, plus, input_precision=PRECISION)
-            y = load_tile(grad_a_ptr, 64, 1, None, None, 64, 64, tl.float32, False)
+            y = load_tile(grad_a_ptr, 64, 1, None, None, 64, 64, tl.float32)
             y *= decay
             if DTYPE.primitive_bitwidth < 32:
                 # For keys that resemble each other the terms of the product cancel.
@@ -459,25 +444,23 @@ if triton is not None:
             grad_q = tl.dot(y.to(DTYPE), k, grad_q, input_precision=PRECISION)
             # Transposed by loading again: a transposed product in registers is not to be trusted.
             decay = decay_between(gate, gate, False)
-            x = load_tile(grad_p_ptr, 1, 64, None, None, 64, 64, tl.float32, False)
+            x = load_tile(grad_p_ptr, 1, 64, None, None, 64, 64, tl.float32)
             minus = tl.dot((decay * x).to(DTYPE), k, minus, input_precision=PRECISION)
-            y = load_tile(grad_a_ptr, 1, 64, None, None, 64, 64, tl.float32, False)
+            y = load_tile(grad_a_ptr, 1, 64, None, None, 64, 64, tl.float32)
             y *= decay
             if DTYPE.primitive_bitwidth < 32:
                 # What cancels in dG is rounded alike.
                 y, low = halves(y, DTYPE)
                 minus = tl.dot(low, q, minus)
             minus = tl.dot(y.to(DTYPE), q, minus, input_precision=PRECISION)
-            store_tile(grad_q_ptr + c0, grad_q, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False)
-            store_tile(
-                grad_k_ptr + c0, plus + minus, stride_rt, 1, rows, cols_k, 64, BLOCK_W, False
-            )
+            store_tile(grad_q_ptr + c0, grad_q, stride_rt, 1, rows, cols_k, 64, BLOCK_W)
+            store_tile(grad_k_ptr + c0, plus + minus, stride_rt, 1, rows, cols_k, 64, BLOCK_W)
             grad_gate += tl.sum(q.to(tl.float32) * grad_q + k.to(tl.float32) * (plus - minus), 1)
             grad_gate += tl.where(i == 63, carried, 0.0)
 
         grad_gate += tl.where(i == 63, tl.exp2(last) * tl.sum(grad_last, 0), 0.0)
         grad_gate = tl.cumsum(grad_gate, 0, reverse=True)
-        kept_gate = load_rows(g_ptr, stride_gt, rows, WIDE) >= MIN_GATE
+        kept_gate = load_rows(g_ptr, stride_gt, rows) >= MIN_GATE
         grad_gate = tl.where(kept_gate, grad_gate, 0.0)
         tl.store(
             grad_g_ptr + i * stride_et,
@@ -495,6 +478,7 @@ def launch_delta_backward(
     (float32 for a state that was None).
     """
     gates, a, adjoint, adjoint_low, errors, states = saved
+    grad_out, q, k = (in_vectors(x) for x in (grad_out, q, k))
     batch, frames, heads, key_dim = q.shape
     value_dim = v.shape[3]
     _, n_seqs, packed, n_slots = sizes(q, v, g, bounds)
@@ -530,14 +514,14 @@ def launch_delta_backward(
                 grad_out, q, k, beta, grad_state, bounds, gates, a, adjoint, adjoint_low,
                 grad_rest, grad_states, heads, frames, n_slots, low, high - low,
                 *grad_out.stride(), *q.stride(), *k.stride(), *beta.stride(), scale,
-                V=value_dim, WIDE=wide(grad_out, q, k, beta[..., None]), **options, **tiles,
+                V=value_dim, **options, **tiles,
             )  # fmt: skip
             _delta_intra_bwd_kernel[(here,)](
                 grad_out, beta, grad_v, grad_beta, bounds, errors, grad_rest, grad_a, grad_p,
                 n_seqs, heads, frames, n_slots, low, high - low,
                 *grad_out.stride(), *beta.stride(), *grad_v.stride()[:3], *grad_beta.stride(),
                 scale, V=value_dim, BLOCK_V=CHANNELS,
-                WIDE=wide(grad_out, beta[..., None]), num_warps=4, num_stages=2,
+                num_warps=4, num_stages=2,
                 **{name: options[name] for name in lists},
             )  # fmt: skip
             _delta_tile_bwd_kernel[(here * options["TILES"],)](
@@ -547,7 +531,7 @@ def launch_delta_backward(
                 *grad_out.stride(), *q.stride(), *k.stride(), *g.stride(), *beta.stride(),
                 *grad_q.stride()[:3], *grad_g.stride()[:3], scale,
                 V=value_dim, BLOCK_W=CHANNELS, BLOCK_V=CHANNELS,
-                WIDE=wide(grad_out, q, k, g, beta[..., None]), num_warps=4, num_stages=2, **options,
+                num_warps=4, num_stages=2, **options,
             )  # fmt: skip
     if initial_state is not None:
         grad_state = grad_state.to(initial_state.dtype)

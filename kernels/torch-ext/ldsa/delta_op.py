@@ -3,6 +3,7 @@
 from typing import List, Optional, Tuple
 
 import torch
+from torch.nn import functional as F
 
 from ._ops import add_op_namespace_prefix
 from .checks import check_delta
@@ -21,6 +22,8 @@ from .op import IMPLEMENTATIONS
 __all__ = ["tiled_delta_rule"]
 
 MAX_KEY_DIM = 256
+# Channels that load as one vector.
+VECTOR = 16
 # On a CPU, up to so many frames take less time one by one than as a chunk.
 FEW_FRAMES = 8
 
@@ -114,6 +117,23 @@ _delta_rule.register_autograd(_backward, setup_context=_setup_context)
 _delta_rule_backward.register_autograd(_no_double_backward)
 
 
+def _missing(channels, tiles):
+    """How many channels each of the tiles lacks for rows that load as whole vectors."""
+    missing = 0
+    while (channels + tiles * missing) % VECTOR:
+        missing += 1
+    return missing
+
+
+def _widen(x, dim, tiles):
+    """x with channels of zeros in `dim`, as many in each tile as it lacks."""
+    missing = _missing(x.shape[dim], tiles)
+    if missing == 0:
+        return x
+    x = x.unflatten(dim, (tiles, -1))
+    return F.pad(x, (0, 0) * (x.dim() - dim - 2) + (0, missing)).flatten(dim, dim + 1)
+
+
 def _why_not_fused(q, k, v, g, beta):
     """Why the kernels cannot take these inputs, or None if they can."""
     if triton is None:
@@ -129,8 +149,9 @@ def _why_not_fused(q, k, v, g, beta):
     for name, x in {"q": q, "k": k, "v": v, "g": g, "beta": beta}.items():
         if x.dtype == torch.float64:
             return f"{name} is float64; they take float32, bfloat16 and float16"
-    if q.shape[3] > MAX_KEY_DIM:
-        return f"q has key width {q.shape[3]}; they take at most {MAX_KEY_DIM}"
+    tiles = g.shape[3]
+    if q.shape[3] + tiles * _missing(q.shape[3], tiles) > MAX_KEY_DIM:
+        return f"q has key width {q.shape[3]} in {tiles} tiles; they take at most {MAX_KEY_DIM}"
     return None
 
 
@@ -183,7 +204,8 @@ def tiled_delta_rule(
         cu_seqlens: integer [N+1] or None, in order, where B = 1: sequence n is frames
             cu_seqlens[n] to cu_seqlens[n+1]. What order breaks is undefined on a GPU.
         implementation: "auto" (the kernels where they can run, else eager), "triton", "eager". The
-            kernels take float32, bfloat16 and float16, and K <= 256.
+            kernels take float32, bfloat16 and float16, and K <= 256; copies of what is not dense
+            with K and R*P multiples of 16.
 
     Returns:
         (out [B,T,H,R*P], dense, in v's dtype; the state after each sequence's last frame,
@@ -208,6 +230,7 @@ def tiled_delta_rule(
     device = q.device.type
     asked = implementation == "triton" or device not in ("cpu", "meta")
     fused = asked and reason is None and q.shape[1] > 0
+    key_dim, value_dim, tiles, dtype = q.shape[3], v.shape[3], g.shape[3], v.dtype
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if initial_state is not None:
         initial_state = initial_state.to(compute_dtype(q, k, v, g, beta))
@@ -218,6 +241,12 @@ def tiled_delta_rule(
     elif cu_seqlens is not None:
         places = cu_seqlens.to(q.device, torch.int64, non_blocking=True)
         bounds = torch.stack([places[:-1], places[1:]], 1)
+    if fused:
+        same = torch.promote_types(torch.promote_types(q.dtype, k.dtype), dtype)
+        q, k, v, g, beta = q.to(same), k.to(same), v.to(same), g.float(), beta.float()
+        q, k, v = _widen(q, 3, tiles), _widen(k, 3, tiles), _widen(v, 3, 1)
+        if initial_state is not None:
+            initial_state = _widen(_widen(initial_state, 3, 1), 2, tiles)
     inputs = q, k, v, g, beta, initial_state, bounds, scale
     if not fused and device != "meta" and cu_seqlens is None and _few_frames(q.shape[1]):
         out, state = recurrent_delta_rule(*inputs)
@@ -226,4 +255,7 @@ def tiled_delta_rule(
             x is not None and x.requires_grad for x in inputs[:6]
         )
         out, state, _ = _delta_rule(*inputs, save, fused)
+        if fused:
+            state = state.unflatten(2, (tiles, -1))[:, :, :, : key_dim // tiles].flatten(2, 3)
+            out, state = (x[..., :value_dim].contiguous() for x in (out.to(dtype), state))
     return out, state if output_final_state else None

@@ -14,11 +14,13 @@ CHUNK = 64
 # Key channels in one product, fewer padded: with 16 or 32 the assembler of CUDA 12.8 (Triton 3.5
 # and 3.6 bring it) gives some products on an H100 wrong addresses.
 CHANNELS = 64
-# Integers that vary from batch to batch: kernels specialised to what divides them would be compiled
-# again and again in the middle of training.
+# What kernels are not specialised for, to what divides it: they would be compiled again and again
+# in the middle of training.
 VARYING = (
-    *("n_seqs", "n_frames", "n_slots", "low_slot", "n_here"),
-    *("stride_gb", "stride_bb", "stride_eb"),
+    *("g_ptr", "beta_ptr", "bounds_ptr", "initial_ptr"),
+    *("n_seqs", "n_heads", "n_frames", "n_slots", "low_slot", "n_here"),
+    *("stride_gb", "stride_gt", "stride_gh", "stride_gn", "stride_bb", "stride_bt", "stride_bh"),
+    *("stride_eb", "stride_et", "stride_eh"),
 )
 
 
@@ -76,7 +78,6 @@ if triton is not None:
         ROWS: tl.constexpr,
         COLS: tl.constexpr,
         DTYPE: tl.constexpr,
-        WIDE: tl.constexpr,
     ):
         """[ROWS, COLS] from ptr on, 0 from row `rows` and column `cols` on (None: all are there).
 
@@ -84,10 +85,7 @@ if triton is not None:
         """
         r = tl.arange(0, ROWS)
         c = tl.arange(0, COLS)
-        if WIDE:
-            at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-        else:
-            at = r[:, None] * stride_r + c[None, :] * stride_c
+        at = r[:, None] * stride_r + c[None, :] * stride_c
         if rows is None:
             if cols is None:
                 x = tl.load(ptr + at)
@@ -111,15 +109,11 @@ if triton is not None:
         cols,
         ROWS: tl.constexpr,
         COLS: tl.constexpr,
-        WIDE: tl.constexpr,
     ):
         """Store [ROWS, COLS] but for what load_tile leaves out."""
         r = tl.arange(0, ROWS)
         c = tl.arange(0, COLS)
-        if WIDE:
-            at = r.to(tl.int64)[:, None] * stride_r + c.to(tl.int64)[None, :] * stride_c
-        else:
-            at = r[:, None] * stride_r + c[None, :] * stride_c
+        at = r[:, None] * stride_r + c[None, :] * stride_c
         x = x.to(ptr.dtype.element_ty)
         if rows is None:
             if cols is None:
@@ -132,11 +126,10 @@ if triton is not None:
             tl.store(ptr + at, x, mask=(r < rows)[:, None] & (c < cols)[None, :])
 
     @triton.jit
-    def load_rows(ptr, stride, rows, WIDE: tl.constexpr):
+    def load_rows(ptr, stride, rows):
         """float32 [64] of a vector along frames, 0 from row `rows` on."""
         r = tl.arange(0, 64)
-        at = r.to(tl.int64) * stride if WIDE else r * stride
-        return tl.load(ptr + at, mask=r < rows, other=0.0).to(tl.float32)
+        return tl.load(ptr + r.to(tl.int64) * stride, mask=r < rows, other=0.0).to(tl.float32)
 
     @triton.jit
     def decay_between(gates_rows, gates_cols, LOWER: tl.constexpr):
@@ -213,13 +206,13 @@ if triton is not None:
         Keys that resemble each other, with beta near 2, make the terms of each sum cancel: rounded
         once to 16 bits they would leave errors that grow from chunk to chunk.
         """
-        high = load_tile(high_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
+        high = load_tile(high_ptr, 64, 1, None, None, 64, 64, DTYPE)
         if TRANSPOSED:
             high = tl.trans(high)
         if DTYPE.primitive_bitwidth == 32:
             acc = tl.dot(high, x, acc, input_precision=PRECISION)
         else:
-            low = load_tile(low_ptr, 64, 1, None, None, 64, 64, DTYPE, False)
+            low = load_tile(low_ptr, 64, 1, None, None, 64, 64, DTYPE)
             if TRANSPOSED:
                 low = tl.trans(low)
             x, x_low = halves(x, DTYPE)
@@ -262,14 +255,12 @@ if triton is not None:
     @triton.jit
     def load_block(
         ptr, stride_t, stride_k, rows, BLOCK: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
-        DTYPE: tl.constexpr, WIDE: tl.constexpr,
+        DTYPE: tl.constexpr,
     ):  # fmt: skip
         """[64, BLOCK_K] of q or k: one block of key channels."""
         c0 = tl.cast(BLOCK * BLOCK_K, tl.int64)
         cols = None if (BLOCK + 1) * BLOCK_K <= K else K - BLOCK * BLOCK_K
-        return load_tile(
-            ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE, WIDE
-        )
+        return load_tile(ptr + c0 * stride_k, stride_t, stride_k, rows, cols, 64, BLOCK_K, DTYPE)
 
     @triton.jit
     def load_state(
@@ -280,9 +271,7 @@ if triton is not None:
         state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         if ptr is not None:
             c0: tl.constexpr = BLOCK * BLOCK_K
-            state = load_tile(
-                ptr + c0 * V + v0, V, 1, K - c0, V - v0, BLOCK_K, BLOCK_V, tl.float32, False
-            )
+            state = load_tile(ptr + c0 * V + v0, V, 1, K - c0, V - v0, BLOCK_K, BLOCK_V, tl.float32)
         return state
 
     @triton.jit
@@ -294,7 +283,7 @@ if triton is not None:
         c0: tl.constexpr = BLOCK * BLOCK_K
         rows = None if c0 + BLOCK_K <= K else K - c0
         cols = None if V % BLOCK_V == 0 else V - v0
-        store_tile(ptr + c0 * V + v0, state, V, 1, rows, cols, BLOCK_K, BLOCK_V, False)
+        store_tile(ptr + c0 * V + v0, state, V, 1, rows, cols, BLOCK_K, BLOCK_V)
 
 
 # Whether Triton's interpreter was on when the kernels were defined: they then run on the CPU.
@@ -324,9 +313,17 @@ def operand_dtype(q, v):
     return torch.promote_types(q.dtype, v.dtype)
 
 
-def wide(*tensors):
-    """Whether an offset inside a tile can pass 2^31 elements and needs 64-bit arithmetic."""
-    return any(x.stride(1) * 64 + x.stride(-1) * 256 >= 2**31 for x in tensors)
+def in_vectors(x):
+    """x [B,T,H,C] itself if its rows can be loaded as vectors and its blocks with 32-bit offsets,
+    else a copy.
+
+    For other strides the kernels would be compiled anew, for some of them wrongly: see CHANNELS.
+    """
+    *outer, inner = x.stride()
+    whole = inner == 1 and x.data_ptr() % 16 == 0 and not any(s % 16 for s in outer)
+    if whole and outer[1] * CHUNK < 2**31:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def common(q, v, g, packed):
