@@ -433,23 +433,28 @@ if triton is not None:
             minus *= (beta * tl.exp2(last - gate))[:, None]
             carried = tl.sum(tl.sum(minus * k.to(tl.float32), 1), 0)
             decay = decay_between(gate, gate, True)
-            x = load_tile(grad_p_ptr, 64, 1, None, None, 64, 64, tl.float32)
-            plus = tl.dot((decay * x).to(DTYPE), k, plus, input_precision=PRECISION)
+            x = load_tile(grad_p_ptr, 64, 1, None, None, 64, 64, tl.float32) * decay
+            if DTYPE.primitive_bitwidth < 32:
+                # For keys that resemble each other the terms of the products cancel.
+                x, low = halves(x, DTYPE)
+                plus = tl.dot(low, k, plus)
+            plus = tl.dot(x.to(DTYPE), k, plus, input_precision=PRECISION)
             y = load_tile(grad_a_ptr, 64, 1, None, None, 64, 64, tl.float32)
             y *= decay
             if DTYPE.primitive_bitwidth < 32:
-                # For keys that resemble each other the terms of the product cancel.
                 y, low = halves(y, DTYPE)
                 grad_q = tl.dot(low, k, grad_q)
             grad_q = tl.dot(y.to(DTYPE), k, grad_q, input_precision=PRECISION)
             # Transposed by loading again: a transposed product in registers is not to be trusted.
             decay = decay_between(gate, gate, False)
-            x = load_tile(grad_p_ptr, 1, 64, None, None, 64, 64, tl.float32)
-            minus = tl.dot((decay * x).to(DTYPE), k, minus, input_precision=PRECISION)
+            x = load_tile(grad_p_ptr, 1, 64, None, None, 64, 64, tl.float32) * decay
+            if DTYPE.primitive_bitwidth < 32:
+                x, low = halves(x, DTYPE)
+                minus = tl.dot(low, k, minus)
+            minus = tl.dot(x.to(DTYPE), k, minus, input_precision=PRECISION)
             y = load_tile(grad_a_ptr, 1, 64, None, None, 64, 64, tl.float32)
             y *= decay
             if DTYPE.primitive_bitwidth < 32:
-                # What cancels in dG is rounded alike.
                 y, low = halves(y, DTYPE)
                 minus = tl.dot(low, q, minus)
             minus = tl.dot(y.to(DTYPE), q, minus, input_precision=PRECISION)
