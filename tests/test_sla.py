@@ -745,15 +745,16 @@ def test_the_host_never_waits():
     layers = [build(bidirectional=bidirectional) for bidirectional in (False, True)]
     x = random(2, 9, 6)
     lengths = torch.tensor([9, 2], device=DEVICE)
+    on_cpu = lengths.cpu()
     keep = torch.arange(9, device=DEVICE) < lengths[:, None]
-    options = [{}, {"lengths": lengths}, {"lengths": lengths.cpu()}, {"mask": keep}]
+    options = [{}, {"lengths": lengths}, {"lengths": on_cpu}, {"mask": keep}]
     options += [{"mask": keep[:, None].long()}, {"mask": keep[:, None] & keep[:, :, None]}]
 
     def run():
         for each in options:
             for layer in layers:
                 gradients(layer, x, **each)
-        for chosen in (None, lengths, lengths.cpu()):
+        for chosen in (None, lengths, on_cpu):
             state = layers[0].init_state(2)
             for chunk in (x, x[:, :1], x):
                 _, state = layers[0].step(chunk, state, chosen)
