@@ -2,6 +2,8 @@
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from ldsa_nn._kernels import (
     check_bound,
@@ -13,6 +15,7 @@ from ldsa_nn._kernels import (
 
 __all__ = [
     "check_bound",
+    "dot_product_attention",
     "eager_ldsa",
     "eager_ldsa_at",
     "frames_inside",
@@ -21,6 +24,18 @@ __all__ = [
     "ldsa_weights",
     "mask_extent",
 ]
+
+
+# cuDNN's attention, the default on an H100, fails at some batches ("mha_graph.execute").
+_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, dropout_p: float
+) -> Tensor:
+    """Scaled dot-product attention of [B,H,T,Dh] by PyTorch's own backends; keep: bool or None."""
+    with sdpa_kernel(_BACKENDS):
+        return scaled_dot_product_attention(q, k, v, keep, dropout_p)
 
 
 def keep_mask(mask: Tensor, batch: int, frames: int) -> Tensor:

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from ldsa_nn.functional import (
     check_bound,
+    dot_product_attention,
     eager_ldsa_at,
     frames_inside,
     keep_mask,
@@ -405,12 +406,12 @@ class _DotAttention(nn.Module):
         )
         dropout_p = self.dropout_rate if self.training else 0.0
         if keep is None:
-            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
+            out = dot_product_attention(q, k, v, None, dropout_p)
         else:
             keep = keep[:, None]
             # Backends differ in what a row without keys gives: let it see all, then zero it.
             dead = ~keep.any(3, keepdim=True)
-            out = F.scaled_dot_product_attention(q, k, v, keep | dead, dropout_p)
+            out = dot_product_attention(q, k, v, keep | dead, dropout_p)
             out = torch.where(dead, 0.0, out)
         return self.linear_out(out.transpose(1, 2).reshape(batch, frames, width))
 
