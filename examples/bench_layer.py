@@ -11,9 +11,11 @@ that take the peers in turn, and the peak of memory that a call adds. Peers:
 - compiled: the layer with implementation="eager" under torch.compile.
 
 On a GPU bfloat16, 32 sequences, width 512, 8 heads, timed by triton.testing.do_bench with the L2
-cache flushed, mhsa in its flash form or not at all; on a CPU float32, float64 and bfloat16, 8
-sequences, width 256, 4 heads. The second table holds what the layer takes relative to its peers:
-time, memory of a training step, and the memory above that of gemms in units of the value tensor.
+cache flushed, mhsa in its flash form or not at all: as calls, where Python may take longer than the
+GPU, and as replays of a CUDA graph, which are the GPU's time alone. On a CPU float32, float64 and
+bfloat16, 8 sequences, width 256, 4 heads. The second table holds what the layer takes relative to
+its peers: time, memory of a training step, and the memory above that of gemms in units of the value
+tensor.
 """
 
 import argparse
@@ -82,6 +84,20 @@ def milliseconds(run, device: str) -> float:
     return timer.timeit(3).mean * 1e3
 
 
+def captured(run):
+    """A call that replays `run` from a CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
 def peak_mib(run, device: str) -> float:
     """Most memory that `run` holds at a time beyond what was held before, in MiB."""
     run()
@@ -105,7 +121,7 @@ def peak_mib(run, device: str) -> float:
 
 
 def measure(batch: int, frames: int, width: int, n_head: int, dtype: torch.dtype, device: str):
-    """{peer: {"forward", "step" (ms), "forward_mib", "step_mib"}} of one size."""
+    """Rows of one size: {peer: {"forward", "step" (ms), "forward_mib", "step_mib"}, "graph"}."""
     kind = dict(device=device, dtype=dtype)
     ldsa = LocalDenseSynthesizerAttention(n_head, width, **kind)
     eager = LocalDenseSynthesizerAttention(n_head, width, implementation="eager", **kind)
@@ -113,22 +129,32 @@ def measure(batch: int, frames: int, width: int, n_head: int, dtype: torch.dtype
     modules = ldsa, Gemms(ldsa), mhsa, torch.compile(eager, dynamic=False)
     x = torch.randn(batch, frames, width, **kind)
     leaf = x.clone().requires_grad_()
-    result, calls = {}, {}
+    memory, calls = {}, {}
     for name, module in zip(PEERS, modules, strict=True):
         with torch.no_grad():
             grads = [torch.randn_like(y) for y in outputs(module, x)]
             calls[name] = partial(module, x), partial(step, module, leaf, grads)
-            result[name] = {"forward_mib": peak_mib(calls[name][0], device)}
-        result[name]["step_mib"] = peak_mib(calls[name][1], device)
-    times = {name: ([], []) for name in PEERS}
-    for _ in range(ROUNDS[device]):
-        for name, (forward, both) in calls.items():
-            with torch.no_grad():
-                times[name][0].append(milliseconds(forward, device))
-            times[name][1].append(milliseconds(both, device))
-    for name, kinds in times.items():
-        result[name]["forward"], result[name]["step"] = map(statistics.median, kinds)
-    return result
+            memory[name] = {"forward_mib": peak_mib(calls[name][0], device)}
+        memory[name]["step_mib"] = peak_mib(calls[name][1], device)
+    rows = []
+    for graph in (False, True) if device == "cuda" else (False,):
+        times = {name: ([], []) for name in PEERS}
+        if graph:
+            for name, (forward, both) in calls.items():
+                with torch.no_grad():
+                    forward = captured(forward)
+                calls[name] = forward, captured(both)
+        for _ in range(ROUNDS[device]):
+            for name, (forward, both) in calls.items():
+                with torch.no_grad():
+                    times[name][0].append(milliseconds(forward, device))
+                times[name][1].append(milliseconds(both, device))
+        row: dict = {"graph": graph}
+        for name, kinds in times.items():
+            forward, both = map(statistics.median, kinds)
+            row[name] = {"forward": forward, "step": both, **memory[name]}
+        rows.append(row)
+    return rows
 
 
 def plot(path: Path, rows: list[dict]) -> None:
@@ -138,8 +164,8 @@ def plot(path: Path, rows: list[dict]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
 
-    first = rows[0]["dtype"]
-    rows = [row for row in rows if row["dtype"] == first]
+    first, graph = rows[0]["dtype"], rows[-1]["graph"]
+    rows = [row for row in rows if row["dtype"] == first and row["graph"] == graph]
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
     for axis, key, label in zip(
         axes, ("step", "step_mib"), ("forward + backward, ms", "peak memory, MiB"), strict=True
@@ -147,6 +173,8 @@ def plot(path: Path, rows: list[dict]) -> None:
         for peer in ("mhsa", "compiled", "ldsa", "gemms"):
             axis.plot([r["frames"] for r in rows], [r[peer][key] for r in rows], "o-", label=peer)
         axis.set(xlabel="frames", ylabel=label, xscale="log", yscale="log")
+        axis.set_xticks([r["frames"] for r in rows], [str(r["frames"]) for r in rows])
+        axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend()
     figure.savefig(path, dpi=120)
@@ -164,7 +192,7 @@ def pair(x: float, y: float) -> str:
 
 def tables(rows: list[dict], value_mib: list[float]) -> str:
     """Times and memory, then ratios; value_mib: the size of each row's value tensor."""
-    sizes = [[str(row["frames"]), row["dtype"]] for row in rows]
+    sizes = [[f"{row['frames']}{', graph' if row['graph'] else ''}", row["dtype"]] for row in rows]
     figures, ratios = [], []
     for size, row, unit in zip(sizes, rows, value_mib, strict=True):
         ldsa, *others = (row[name] for name in PEERS)
@@ -249,17 +277,18 @@ def main(arguments: list[str] | None = None) -> None:
         where = f"CPU, {torch.get_num_threads()} threads"
         attention = nullcontext
     sizes = [(frames, dtype) for dtype in dtypes for frames in lengths]
-    rows = []
+    rows, values = [], []
     for frames, dtype in tqdm(sizes, desc="sizes", disable=None):
         torch._dynamo.reset()
         with attention():
-            row = measure(batch, frames, width, n_head, dtype, args.device)
-        rows.append({"frames": frames, "dtype": str(dtype).removeprefix("torch."), **row})
+            measured = measure(batch, frames, width, n_head, dtype, args.device)
+        for row in measured:
+            rows.append({"frames": frames, "dtype": str(dtype).removeprefix("torch."), **row})
+            values.append(batch * frames * width * dtype.itemsize / 2**20)
     print(
         f"{where}, torch {torch.__version__}; {batch} sequences, width {width}, {n_head} heads, "
         "window 15; ms, forward / forward + backward"
     )
-    values = [batch * frames * width * dtype.itemsize / 2**20 for frames, dtype in sizes]
     print(tables(rows, values))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))

@@ -87,8 +87,12 @@ def seconds(run, cuda: bool, budget: float = 0.3) -> float:
     """Time of a call, in seconds: of many on a GPU their mean, on a CPU that of the fastest."""
     clock = time.thread_time if torch.get_num_threads() == 1 and not cuda else time.perf_counter
     start, calls = time.perf_counter(), []
+    repeat = 1
+    if cuda:  # a queue that keeps the GPU busy
+        run()
+        torch.cuda.synchronize()
+        repeat = max(1, min(50, int(budget / 10 / (time.perf_counter() - start))))
     while not calls or time.perf_counter() - start < budget:
-        repeat = 50 if cuda else 1  # a queue that keeps the GPU busy
         before = clock()
         for _ in range(repeat):
             run()

@@ -103,6 +103,7 @@ def untimed(monkeypatch):
 
     monkeypatch.setattr(measure, "median_us", timer)
     monkeypatch.setattr(measure, "graph_us", timer)
+    monkeypatch.setattr(measure, "replay_us", timer)
     measure.figures.cache_clear()
     yield
     measure.figures.cache_clear()

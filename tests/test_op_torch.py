@@ -46,6 +46,37 @@ def fresh_dynamo():
 # The custom operators
 
 
+@pytest.mark.parametrize("case", [PLAIN, RAGGED, DROPPED], ids=str)
+def test_plain_calls_are_the_operators(case):
+    """Without a tracer or mode a call goes past the dispatcher, to the same results."""
+    a_logits, v, grad, options = make(case, DEVICE)
+
+    def results():
+        torch.manual_seed(0)
+        window = case.left, case.right
+        return run(a_logits, v, grad, *window, implementation="triton", **options)
+
+    with torch.profiler.profile() as profile:
+        plain = results()
+    assert not [e for e in profile.events() if e.name.startswith("ldsa_nn::")]
+    with Recorder() as recorder:
+        expected = results()
+    assert "ldsa_nn::local_attention_backward" in recorder.names()
+    assert all(map(torch.equal, plain, expected))
+
+
+def test_jit_trace_records_the_operator():
+    a_logits, v, _, _ = make(PLAIN, DEVICE)
+
+    def function(a_logits, v):
+        return ldsa_local_attention(a_logits, v, 3, 2, implementation="triton")
+
+    traced = torch.jit.trace(function, (a_logits, v))
+    assert "ldsa_nn::local_attention" in str(traced.graph)
+    a_logits, v = a_logits.flip(3), v.flip(3)
+    assert torch.equal(traced(a_logits, v), function(a_logits, v))
+
+
 def is_float(x):
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 

@@ -3,6 +3,7 @@
 from typing import Optional, Tuple
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ._ops import add_op_namespace_prefix
 from .checks import check_inputs
@@ -70,7 +71,7 @@ def _(grad, a_logits, v, lengths, starts, seed, left, renormalize, dropout_p, ne
     )
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx, inputs, output=None):
     a_logits, v, lengths, starts, seed, *ctx.options = inputs
     ctx.save_for_backward(a_logits, v, lengths, starts, seed)
 
@@ -91,6 +92,34 @@ def _no_double_backward(ctx, *grads):
 
 _local_attention.register_autograd(_backward, setup_context=_setup_context)
 _local_attention_backward.register_autograd(_no_double_backward)
+
+
+def _plain(x):
+    """Whether nothing but the device works on tensors like x: no tracer, mode or subclass."""
+    return (
+        type(x) is torch.Tensor
+        and not torch.compiler.is_compiling()
+        and not torch.jit.is_tracing()
+        and not is_in_torch_dispatch_mode()
+    )
+
+
+class _LocalAttention(torch.autograd.Function):
+    """The custom ops past PyTorch's dispatcher, which takes longer than a small kernel runs."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        _setup_context(ctx, inputs)
+        return launch_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Gradients are enabled where they are to be differentiated, which only the op can refuse.
+        if torch.is_grad_enabled() or not _plain(grad):
+            return _backward(ctx, grad)
+        needed = ctx.needs_input_grad[:2]
+        grads = launch_backward(grad, *ctx.saved_tensors, *ctx.options, *needed)
+        return (*grads, None, None, None, None, None, None)
 
 
 def _why_not_fused(a_logits, v):
@@ -193,6 +222,5 @@ def ldsa_local_attention(
     seed = None
     if dropout_p > 0:
         seed = torch.randint(2**63 - 1, (1,), device=v.device)
-    return _local_attention(
-        a_logits, v, lengths, starts, seed, left, edge == "renormalize", float(dropout_p)
-    )
+    op = _LocalAttention.apply if _plain(v) and _plain(a_logits) else _local_attention
+    return op(a_logits, v, lengths, starts, seed, left, edge == "renormalize", float(dropout_p))
