@@ -82,6 +82,9 @@ class Ranks:
         sys.stdout, tqdm.__init__ = self._restore
         # After an error the others may never come to an orderly end, so this one does not ask them.
         if self.launched and kind is None:
+            # Not wait(): gloo's threads may still hold the tensors of a sum when the interpreter
+            # ends, and are aborted then. A barrier has none.
+            dist.barrier()
             dist.destroy_process_group()
 
     def sum(self, *values: float) -> list[float]:
@@ -91,6 +94,21 @@ class Ranks:
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total)  # on the CPU: the GPU's work goes on meanwhile
         return total.tolist()
+
+    def wait(self) -> None:
+        """Return once all ranks are here."""
+        self.sum(0.0)
+
+    def gather(self, mine: list) -> list:
+        """A list of which each rank has every size-th item, from its own number on."""
+        if not self.launched:
+            return mine
+        parts: list[list] = [[]] * self.size
+        dist.all_gather_object(parts, mine)
+        whole = [None] * sum(map(len, parts))
+        for rank, part in enumerate(parts):
+            whole[rank :: self.size] = part
+        return whole
 
     def from_first(self, value: float) -> float:
         """The first rank's value, on all of them."""
@@ -129,7 +147,7 @@ class Ranks:
         mesh = dist.init_device_mesh(torch.device(self.device).type, (self.size,))
         policy = MixedPrecisionPolicy()
         if bf16:
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
         for block in model.blocks:
             if bf16:
                 # Its statistics are float32, with which its weights must agree.
@@ -162,7 +180,7 @@ class Ranks:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         weights, moments = get_state_dict(module, optimizer)
-        self.sum(0.0)  # nobody writes before the folder is there
+        self.wait()  # nobody writes before the folder is there
         dcp.save(
             {"model": weights, "optimizer": moments, f"rank{self.rank}": own},
             storage_writer=dcp.FileSystemWriter(part),  # which waits for the disk
@@ -181,7 +199,7 @@ class Ranks:
             for other in folder.iterdir():
                 if other != whole and re.fullmatch(r"\.?step-\d{9,}", other.name):
                     shutil.rmtree(other, ignore_errors=True)
-        self.sum(0.0)  # nobody goes on, or ends, before it is there
+        self.wait()  # nobody goes on, or ends, before it is there
 
     def load(
         self,

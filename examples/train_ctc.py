@@ -272,6 +272,7 @@ def train(
                 if ranks.rank == 0:
                     whole = {**run, "model": weights, "normalisation": normalisation}
                     save_atomically(whole, args.out / "checkpoint.pt")
+                ranks.wait()
         else:
             tensors = {"model": model.state_dict(), "normalisation": normalisation}
             whole = {**run, **tensors, "optimizer": optimizer.state_dict(), **own()}
@@ -417,14 +418,15 @@ def read_checkpoint(
 
 
 def evaluate(
-    model: AnyRecogniser, logmel: LogMel, vocabulary: str, corpus: Corpus
+    ranks: Ranks, model: AnyRecogniser, logmel: LogMel, vocabulary: str, corpus: Corpus
 ) -> tuple[dict[str, dict], dict[str, list[str]]]:
     """WER and CER of each held-out split, in per cent, and the transcripts."""
     scores, transcripts = {}, {}
     for split in sorted(corpus.keys() - {"train"}, reverse=True):  # test before dev
         utterances = corpus[split]
         said = [u.text for u in utterances]
-        heard = transcribe(model, logmel, vocabulary, utterances, f"transcribe {split}")
+        mine = utterances[ranks.rank :: ranks.size]
+        heard = ranks.gather(transcribe(model, logmel, vocabulary, mine, f"transcribe {split}"))
         transcripts[split] = heard
         scores[split] = {
             "speakers": len({u.speaker for u in utterances}),
@@ -653,12 +655,12 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     steps, seconds, finished = train(args, ranks, model, logmel, heard, vocabulary, state)
     if not finished:
         raise SystemExit(f"stopped after {steps} steps: the same command with --resume goes on")
+    if ranks.launched:  # the trained model may be a part of one
+        model = load_recogniser(checkpoint)[0].to(ranks.device)
+    scores, transcripts = evaluate(ranks, model, logmel, vocabulary, corpus)
     if ranks.rank:
         return {}
-    if ranks.launched:  # its own model may be a part of one
-        model = load_recogniser(checkpoint)[0].to(ranks.device)
 
-    scores, transcripts = evaluate(model, logmel, vocabulary, corpus)
     split, heard = next(iter(transcripts.items()))
     utterances = corpus[split]
     print(f"\nUnheard speakers ({split}), text and transcript:")

@@ -107,7 +107,7 @@ def test_two_ranks_equal_one_process_and_fsdp_equals_ddp(tmp_path):
 
 # A rank dies between two steps in mid-epoch, and another while it writes the checkpoint of a step.
 DEATHS = {
-    "ddp": (STREAMING, [1, "kill", 13], 6),
+    "ddp": (STREAMING, [1, "kill", 7], 6),
     "fsdp": (["--fsdp", "--bf16"], [0, "save", 7], 6),
 }
 
