@@ -48,12 +48,14 @@ class Ranks:
         """device: as on the command line; "cuda" is a GPU for each rank of a machine.
 
         Raises:
-            ValueError: the machine has fewer GPUs than ranks.
+            ValueError: the machine has fewer GPUs than ranks, or they are all to use the same one.
         """
         self.launched = dist.is_torchelastic_launched()
         self.rank, self.size, self.device = 0, 1, device
         if self.launched:
             self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            if device.startswith("cuda:") and self.size > 1:
+                raise ValueError(f"--device: expected cuda or cpu under torchrun, got {device}")
             if device == "cuda":
                 local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
                 if local >= gpus:

@@ -142,6 +142,14 @@ class Shards:
     def __len__(self) -> int:
         return self._count
 
+    def check_for(self, ranks: int) -> None:
+        """Raise a ValueError if there are fewer shards than workers of so many ranks."""
+        if len(self.paths) < ranks * WORKERS:
+            raise ValueError(
+                f"--shards: expected at least {ranks * WORKERS} training shards, {WORKERS} for each"
+                f" process, got {len(self.paths)}"
+            )
+
     def sample(self, at_most: int = 400) -> list[Utterance]:
         """The first utterances of every shard, or of evenly spaced ones."""
         paths = self.paths[:: -(-len(self.paths) // at_most)]
@@ -220,15 +228,7 @@ class Stream(IterableDataset):
 
         start: epoch, and steps of it that are done, of each worker of this rank.
         steps: how many were taken of this rank's workers, in turn, to come there.
-
-        Raises:
-            ValueError: there are fewer shards than workers.
         """
-        if len(shards.paths) < ranks * WORKERS:
-            raise ValueError(
-                f"--shards: expected at least {ranks * WORKERS} training shards, {WORKERS} for each"
-                f" process, got {len(shards.paths)}"
-            )
         self.shards, self.vocabulary, self.batch_length = shards, vocabulary, batch_length
         self.accumulate, self.rank, self.ranks, self.seed = accumulate, rank, ranks, seed
         self.start = start or [(0, 0)] * WORKERS

@@ -625,6 +625,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         vocabulary = "".join(sorted({c for u in heard for c in u.text}))
     state = None
     try:
+        if isinstance(heard, Shards):
+            heard.check_for(ranks.size)
         if there:
             state = read_checkpoint(there, args, ranks, heard, vocabulary)
     except (OSError, ValueError) as error:

@@ -189,6 +189,10 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=r"at most one process for each of 2 GPUs, got 4"):
         distributed.Ranks("cuda")
+    with pytest.raises(
+        ValueError, match="--device: expected cuda or cpu under torchrun, got cuda:1"
+    ):
+        distributed.Ranks("cuda:1")
     assert distributed.Ranks("cpu").rank == 2
 
 
