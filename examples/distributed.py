@@ -141,11 +141,7 @@ class Ranks:
         warnings.filterwarnings("ignore", "Grad strides do not match bucket view strides")
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         if not fsdp:
-            # Normalisation by a rank's own batch needs no common statistics in training; the first
-            # rank's are those that are saved.
-            return DistributedDataParallel(
-                model, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            return DistributedDataParallel(model, gradient_as_bucket_view=True)
         mesh = dist.init_device_mesh(torch.device(self.device).type, (self.size,))
         policy = MixedPrecisionPolicy()
         if bf16:

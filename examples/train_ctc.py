@@ -55,6 +55,7 @@ from recogniser import (
 )
 from shards import WORKERS, Shards, Step, Stream, read_shards
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
@@ -190,7 +191,9 @@ def train(
     inductor = {"triton.coalesce_tiling_analysis": False}
     if args.compile and ranks.launched:
         # One by one: a block's parameters are gathered, or its gradients shared, while another's
-        # are computed.
+        # are computed. Newer Inductors order strides of symbolic lengths only where they are exact.
+        if hasattr(inductor_config, "strict_output_strides"):
+            inductor["strict_output_strides"] = True
         for block in model.blocks:
             block.compile(dynamic=True, options=inductor)
     module = ranks.wrap(model, fsdp=args.fsdp, bf16=args.bf16)

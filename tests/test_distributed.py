@@ -29,7 +29,8 @@ PATIENCE = 150
 
 def torchrun(*jobs, gpu: bool = False) -> subprocess.CompletedProcess:
     """Run jobs of ranks.py in two processes."""
-    variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "ON_GPU": "1" if gpu else ""}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "ON_GPU": "1" if gpu else ""}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     return subprocess.run(
         [*command, str(ROOT / "tests" / "ranks.py"), json.dumps(jobs)],
