@@ -84,8 +84,6 @@ class Ranks:
         sys.stdout, tqdm.__init__ = self._restore
         # After an error the others may never come to an orderly end, so this one does not ask them.
         if self.launched and kind is None:
-            # Not wait(): gloo's threads may still hold the tensors of a sum when the interpreter
-            # ends, and are aborted then. A barrier has none.
             dist.barrier()
             dist.destroy_process_group()
 
@@ -222,6 +220,18 @@ class Ranks:
 def newest(folder: Path) -> Path | None:
     """The last complete checkpoint of `Ranks.save` in a folder."""
     return max((p for p in folder.glob("step-*") if (p / "run.json").is_file()), default=None)
+
+
+def leave() -> None:
+    """End a rank that is done, at once.
+
+    Gloo's threads may still be about to let go of tensors, and whoever needs the interpreter while
+    it shuts down is aborted, by which torchrun would take the job for failed.
+    """
+    if dist.is_torchelastic_launched():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 def synchronised(module: nn.Module, last: bool) -> contextlib.AbstractContextManager:

@@ -43,7 +43,7 @@ from data import (
     read_synthetic,
     share,
 )
-from distributed import Ranks, full_weights, newest, synchronised
+from distributed import Ranks, full_weights, leave, newest, synchronised
 from recogniser import (
     STACK,
     AnyRecogniser,
@@ -124,7 +124,7 @@ def learning_rate(peak: float, step: int, progress: float) -> float:
 
 
 def gradients(
-    forward: nn.Module,
+    module: nn.Module,
     ranks: Ranks,
     batches: list[Batch],
     augment: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
@@ -134,7 +134,7 @@ def gradients(
     """Add to the gradients that of the mean loss over all ranks' batches.
 
     Args:
-        forward: of `Ranks.wrap`.
+        module: of `Ranks.wrap`.
         batches: this rank's micro-batches of a step.
         augment: audio, lengths -> features, frames.
         autocast: to bfloat16.
@@ -148,9 +148,9 @@ def gradients(
     for batch in batches:
         audio = batch.audio.to(device, non_blocking=True)
         features, frames = augment(audio, batch.lengths)
-        with synchronised(forward, batch is batches[-1]):
+        with synchronised(module, batch is batches[-1]):
             with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
-                logits = forward(features, frames.to(device, non_blocking=True))
+                logits = module(features, frames.to(device, non_blocking=True))
             # Not in bfloat16, which is too coarse. The lengths stay on the CPU, to which ctc_loss
             # would fetch them. zero_infinity: speech of more symbols than frames has no alignment.
             exact = torch.promote_types(logits.dtype, torch.float32)
@@ -189,16 +189,16 @@ def train(
     augment = Augment(logmel).to(device)
     # Inductor's coalescing analysis fails on some symbolic shapes, which it is not made for.
     inductor = {"triton.coalesce_tiling_analysis": False}
-    if args.compile and ranks.launched:
-        # One by one: a block's parameters are gathered, or its gradients shared, while another's
-        # are computed. Newer Inductors order strides of symbolic lengths only where they are exact.
-        if hasattr(inductor_config, "strict_output_strides"):
-            inductor["strict_output_strides"] = True
+    if args.compile and args.fsdp:
+        # One by one: a block's parameters are gathered while another's are computed. Inductor
+        # cannot order the strides of a block's symbolic lengths, only keep them.
         for block in model.blocks:
-            block.compile(dynamic=True, options=inductor)
+            block.compile(dynamic=True, options={**inductor, "strict_output_strides": True})
+    elif args.compile and ranks.launched:
+        model.compile(dynamic=True, options=inductor)
     module = ranks.wrap(model, fsdp=args.fsdp, bf16=args.bf16)
     forward = module
-    if args.compile and not ranks.launched:
+    if args.compile and not ranks.launched:  # of its own: the model is tested as it is
         forward = torch.compile(model, dynamic=True, options=inductor)
     optimizer = torch.optim.AdamW(
         module.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
@@ -590,6 +590,11 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "--fsdp: expected the processes of torchrun, got one without: torchrun --nproc-per-node"
             " N examples/train_ctc.py --fsdp"
         )
+    if args.fsdp and args.compile and not hasattr(inductor_config, "strict_output_strides"):
+        raise SystemExit(
+            "--compile with --fsdp: expected a PyTorch whose Inductor has strict_output_strides, as"
+            f" 2.14 has, got {torch.__version__}"
+        )
     with ranks:
         return run(args, ranks)
 
@@ -707,3 +712,4 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
+    leave()

@@ -113,32 +113,36 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("name", DEATHS)
-def test_killed_and_resumed_equals_uninterrupted(tmp_path, name):
-    options, death, left = DEATHS[name]
-    arguments = [*options, "--steps", "9", "--out"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    job = torchrun(
-        {"arguments": [*arguments, str(whole)]},
-        {"arguments": [*arguments, str(killed)], "die": death},
-    )
-    assert job.returncode != 0
-    assert "SIGKILL" in job.stderr
-    assert distributed.newest(killed / "checkpoints").name == f"step-{left:09}"
-    assert not (killed / "checkpoint.pt").exists()
+def test_killed_and_resumed_equals_uninterrupted(tmp_path):
+    resumed = []
+    for name, (options, death, left) in DEATHS.items():
+        arguments = [*options, "--steps", "9", "--out"]
+        whole, killed = tmp_path / f"{name}-whole", tmp_path / f"{name}-killed"
+        job = torchrun(
+            {"arguments": [*arguments, str(whole)]},
+            {"arguments": [*arguments, str(killed)], "die": death},
+        )
+        assert job.returncode != 0
+        assert "SIGKILL" in job.stderr
+        assert distributed.newest(killed / "checkpoints").name == f"step-{left:09}"
+        assert not (killed / "checkpoint.pt").exists()
+        resumed.append({"arguments": [*arguments, str(killed), "--resume"]})
 
-    job = torchrun({"arguments": [*arguments, str(killed), "--resume"]})
+    job = torchrun(*resumed)
     assert job.returncode == 0, job.stderr
-    (only,) = (killed / "checkpoints").iterdir()
-    assert only.name == "step-000000009"
-    expected, found = everything(whole), everything(killed)
-    assert expected.keys() == found.keys()
-    assert {"/rank0/rng", "/rank1/rng", "/rank1/position"} <= found.keys()
-    for path, value in expected.items():
-        same = torch.equal(value, found[path]) if torch.is_tensor(value) else value == found[path]
-        assert same, path
-    for path, weight in weights(whole).items():
-        assert torch.equal(weight, weights(killed)[path]), path
+    for name in DEATHS:
+        whole, killed = tmp_path / f"{name}-whole", tmp_path / f"{name}-killed"
+        (only,) = (killed / "checkpoints").iterdir()
+        assert only.name == "step-000000009"
+        expected, found = everything(whole), everything(killed)
+        assert expected.keys() == found.keys()
+        assert {"/rank0/rng", "/rank1/rng", "/rank1/position"} <= found.keys()
+        for path, value in expected.items():
+            other = found[path]
+            same = torch.equal(value, other) if torch.is_tensor(value) else value == other
+            assert same, (name, path)
+        for path, weight in weights(whole).items():
+            assert torch.equal(weight, weights(killed)[path]), (name, path)
 
 
 def test_an_error_in_one_rank_ends_the_job_with_it(tmp_path):
