@@ -58,6 +58,40 @@ def read_manifest(directory: str | os.PathLike) -> Corpus:
     """
     directory = Path(directory)
     manifest = directory / "manifest.jsonl"
+    rows = read_rows(manifest)
+    # An archive is read front to back, once: a compressed one has no other way.
+    members: dict[tuple[str, str], bytes] = {}
+    for archive in sorted({row["archive"] for row in rows if row.get("archive")}):
+        wanted = {row["audio"] for row in rows if row.get("archive") == archive}
+        for name, content in read_archive(manifest, archive, wanted):
+            members[archive, name] = content
+
+    def load(row: dict) -> Tensor:
+        archive = row.get("archive")
+        if archive and (archive, row["audio"]) not in members:
+            raise FileNotFoundError(
+                f"{directory / archive} has no file {row['audio']} ({row['id']})"
+            )
+        if not archive and not (directory / row["audio"]).is_file():
+            raise FileNotFoundError(
+                f"{row['id']} of {manifest}: {row['audio']} does not exist or is no file"
+            )
+        try:
+            return decode(members[archive, row["audio"]] if archive else directory / row["audio"])
+        except soundfile.LibsndfileError as error:
+            raise ValueError(f"{row['id']} of {manifest}: {row['audio']}: {error}") from error
+
+    corpus: Corpus = {}
+    for row, audio in zip(rows, in_threads(load, rows, "decode"), strict=True):
+        text = " ".join(row["text"].split())
+        corpus.setdefault(row["split"], []).append(
+            Utterance(str(row["id"]), str(row["speaker"]), text, audio)
+        )
+    return check_corpus(corpus, str(manifest))
+
+
+def read_rows(manifest: Path) -> list[dict]:
+    """The lines of a manifest.jsonl, checked."""
     if not manifest.is_file():
         raise FileNotFoundError(f"no {manifest}: --data takes a directory with a manifest.jsonl")
     rows = []
@@ -78,44 +112,22 @@ def read_manifest(directory: str | os.PathLike) -> Corpus:
                     f"{manifest}, line {number}: {field} must be a string, got {json.dumps(value)}"
                 )
         rows.append(row)
+    return rows
 
-    # An archive is read front to back, once: a compressed one has no other way.
-    members: dict[tuple[str, str], bytes] = {}
-    for archive in sorted({row["archive"] for row in rows if row.get("archive")}):
-        wanted = {row["audio"] for row in rows if row.get("archive") == archive}
-        if not (directory / archive).is_file():
-            raise FileNotFoundError(f"{manifest} names {archive}, which is not beside it")
-        try:
-            with tarfile.open(directory / archive) as tar:
-                for member in tar:
-                    # extractfile gives None for a directory.
-                    if member.name in wanted and (file := tar.extractfile(member)):
-                        members[archive, member.name] = file.read()
-        except Exception as error:  # every compression has errors of its own
-            raise ValueError(f"{directory / archive}: {error}") from error
 
-    def load(row: dict) -> Tensor:
-        archive = row.get("archive")
-        if archive and (archive, row["audio"]) not in members:
-            raise FileNotFoundError(
-                f"{directory / archive} has no file {row['audio']} ({row['id']})"
-            )
-        if not archive and not (directory / row["audio"]).is_file():
-            raise FileNotFoundError(
-                f"{row['id']} of {manifest}: {row['audio']} does not exist or is no file"
-            )
-        try:
-            return decode(members[archive, row["audio"]] if archive else directory / row["audio"])
-        except soundfile.LibsndfileError as error:
-            raise ValueError(f"{row['id']} of {manifest}: {row['audio']}: {error}") from error
-
-    corpus: Corpus = {}
-    for row, audio in zip(rows, _in_threads(load, rows, "decode"), strict=True):
-        text = " ".join(row["text"].split())
-        corpus.setdefault(row["split"], []).append(
-            Utterance(str(row["id"]), str(row["speaker"]), text, audio)
-        )
-    return check_corpus(corpus, str(manifest))
+def read_archive(manifest: Path, archive: str, wanted: set[str]) -> Iterator[tuple[str, bytes]]:
+    """The wanted members of a tar file beside the manifest, with their names, in their order."""
+    path = manifest.parent / archive
+    if not path.is_file():
+        raise FileNotFoundError(f"{manifest} names {archive}, which is not beside it")
+    try:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                # extractfile gives None for a directory.
+                if member.name in wanted and (file := tar.extractfile(member)):
+                    yield member.name, file.read()
+    except Exception as error:  # every compression has errors of its own
+        raise ValueError(f"{path}: {error}") from error
 
 
 def read_librispeech(directory: str | os.PathLike) -> Corpus:
@@ -138,7 +150,7 @@ def read_librispeech(directory: str | os.PathLike) -> Corpus:
         rows = [dataset.get_metadata(i) for i in range(len(dataset))]
         paths = [root / folder / row[0] for row in rows]
         for path, row, audio in zip(
-            paths, rows, _in_threads(decode, paths, f"decode {part}"), strict=True
+            paths, rows, in_threads(decode, paths, f"decode {part}"), strict=True
         ):
             split = "train" if part in LIBRISPEECH_TRAIN else part
             corpus.setdefault(split, []).append(Utterance(path.stem, str(row[3]), row[2], audio))
@@ -206,10 +218,11 @@ def _resampler(rate: int) -> nn.Module:
     return torchaudio.transforms.Resample(rate, SAMPLE_RATE)
 
 
-def _in_threads(function: Callable, items: Sequence, label: str) -> Iterator:
+def in_threads(function: Callable, items: Sequence, label: str | None) -> Iterator:
     # soundfile decodes outside the interpreter's lock
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield from tqdm(pool.map(function, items), label, total=len(items), unit="utt")
+        bar = {"total": len(items), "unit": "utt", "disable": label is None}
+        yield from tqdm(pool.map(function, items), label, **bar)
 
 
 def epoch_batches(
@@ -220,7 +233,13 @@ def epoch_batches(
     A batch's padded size (longest times count) stays within batch_length, except that an utterance
     longer than that makes a batch alone. The same (seed, epoch) gives the same batches.
     """
-    rng = np.random.default_rng((seed, epoch))
+    return length_batches(lengths, batch_length, np.random.default_rng((seed, epoch)))
+
+
+def length_batches(
+    lengths: Sequence[int], batch_length: int, rng: np.random.Generator
+) -> list[list[int]]:
+    """Indices in batches as `epoch_batches` says, in an order that rng draws."""
     # The jitter gives an utterance other mates in each epoch.
     order = np.argsort(np.asarray(lengths) * rng.uniform(0.9, 1.1, len(lengths)))
     batches: list[list[int]] = []
@@ -243,13 +262,36 @@ def endless_batches(lengths: Sequence[int], batch_length: int, *, seed: int) -> 
         epoch += 1
 
 
+class Share(NamedTuple):
+    """Indices of a micro-batch, and how many of them count: all, or none."""
+
+    indices: list[int]
+    count: int
+
+
+def share(batch: list[int], *, rank: int, ranks: int, accumulate: int) -> list[Share]:
+    """A rank's micro-batches of a batch: as many on every rank, and together every index once.
+
+    A rank for which nothing is left computes on the first utterance, which does not count: the
+    others wait for its gradients.
+    """
+    parts = ranks * min(accumulate, -(-len(batch) // ranks))
+    # Batch mates are sorted by length: strides give every rank as much work.
+    mine = [batch[part::parts] for part in range(rank, parts, ranks)]
+    return [Share(indices or batch[:1], len(indices)) for indices in mine]
+
+
 class Batch(NamedTuple):
-    """audio [B, N] int16, zero-padded, with lengths [B]; targets [sum of target_lengths]."""
+    """audio [B, N] int16, zero-padded, with lengths [B]; targets [sum of target_lengths].
+
+    count: utterances that count, B or 0 (see `share`).
+    """
 
     audio: Tensor
     lengths: Tensor
     targets: Tensor
     target_lengths: Tensor
+    count: int
 
 
 def collate(utterances: Iterable[Utterance], vocabulary: str) -> Batch:
@@ -261,6 +303,7 @@ def collate(utterances: Iterable[Utterance], vocabulary: str) -> Batch:
         torch.tensor([len(u.audio) for u in utterances]),
         torch.tensor([t for target in targets for t in target]),
         torch.tensor([len(target) for target in targets]),
+        len(utterances),
     )
 
 

@@ -53,8 +53,12 @@ class Recogniser(nn.Module):
             ldsa_nn.replace_attention(self.conformer, left=left, right=right)
 
     @property
+    def blocks(self) -> nn.ModuleList:
+        return self.conformer.conformer_layers
+
+    @property
     def last_attention(self) -> nn.Module:
-        return self.conformer.conformer_layers[-1].self_attn
+        return self.blocks[-1].self_attn
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Features [B, T, 80] and their lengths [B], on one device -> logits [B, T', symbols + 1].
@@ -67,7 +71,7 @@ class Recogniser(nn.Module):
         padding = torch.arange(x.shape[0], device=x.device) >= stacked(lengths)[:, None]
         # Not conformer(x, lengths): it reads the lengths back from the device in every step, which
         # also breaks a compiled graph in two.
-        for layer in self.conformer.conformer_layers:
+        for layer in self.blocks:
             x = layer(x, padding)
         return self.head(x.transpose(0, 1))
 
@@ -111,6 +115,10 @@ class StreamingRecogniser(nn.Module):
             dropout=dropout,
         )
         self.head = nn.Linear(dim, symbols + 1)
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.encoder.layers
 
     @property
     def last_attention(self) -> nn.Module:

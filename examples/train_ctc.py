@@ -6,11 +6,14 @@
     python examples/train_ctc.py --attention mhsa     # the same model with its own attention
     python examples/train_ctc.py --encoder streaming  # a model for stream.py
     python examples/train_ctc.py --encoder streaming --attention mixed  # with global attention too
+    python examples/train_ctc.py --shards 'DIR/*.tar' # a corpus larger than memory: shards.py
+    torchrun --nproc-per-node 8 examples/train_ctc.py # on several GPUs; --fsdp shards the model
 
 The model is torchaudio's Conformer on stacked log-mel frames, of which `ldsa_nn.replace_attention`
 changes the attention and nothing else, or with --encoder streaming `ldsa_nn.ConformerEncoder`. The
 output directory gets checkpoint.pt, results.json and attention.png (none for --attention sla);
---resume continues from the checkpoint.
+--resume continues from the checkpoint. Under torchrun that is the newest one of checkpoints/,
+written by all processes, and checkpoint.pt comes at the end.
 """
 
 import argparse
@@ -29,19 +32,33 @@ from typing import Any
 import torch
 from data import (
     SAMPLE_RATE,
+    Batch,
     Corpus,
     LogMel,
+    Share,
     Utterance,
     collate,
     endless_batches,
     read_librispeech,
     read_manifest,
     read_synthetic,
+    share,
 )
-from recogniser import STACK, AnyRecogniser, attention_weights, build, stacked, transcribe
+from distributed import Ranks, full_weights, leave, newest, synchronised
+from recogniser import (
+    STACK,
+    AnyRecogniser,
+    attention_weights,
+    build,
+    load_recogniser,
+    stacked,
+    transcribe,
+)
+from shards import WORKERS, Shards, Step, Stream, read_shards
 from torch import Tensor, nn
+from torch._inductor import config as inductor_config
 from torch.nn import functional
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 try:
     import jiwer
@@ -88,20 +105,79 @@ class Augment(nn.Module):
         return self.mask(features.mT).mT.contiguous(), frames
 
 
+class Whole(Dataset):
+    """A corpus in memory: the index is a rank's shares of a batch, and what it gives is a step."""
+
+    def __init__(self, utterances: list[Utterance], vocabulary: str) -> None:
+        self.utterances, self.vocabulary = utterances, vocabulary
+
+    def __getitem__(self, shares: list[Share]) -> Step:
+        batches = []
+        for indices, count in shares:
+            batch = collate([self.utterances[i] for i in indices], self.vocabulary)
+            batches.append(batch._replace(count=count))
+        return Step(batches)
+
+
 def learning_rate(peak: float, step: int, progress: float) -> float:
     """Linear warm-up by steps, then half a cosine down to 0 where the budget (progress 1) ends."""
     return peak * min(1, (step + 1) / WARMUP_STEPS) * (1 + math.cos(math.pi * min(1, progress))) / 2
 
 
+def gradients(
+    module: nn.Module,
+    ranks: Ranks,
+    batches: list[Batch],
+    augment: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    *,
+    autocast: bool,
+) -> Tensor:
+    """Add to the gradients that of the mean loss over all ranks' batches.
+
+    Args:
+        module: of `Ranks.wrap`.
+        batches: this rank's micro-batches of a step.
+        augment: audio, lengths -> features, frames.
+        autocast: to bfloat16.
+
+    Returns:
+        This rank's part of the loss.
+    """
+    device = torch.device(ranks.device)
+    (total,) = ranks.sum(sum(batch.count for batch in batches))
+    part = torch.zeros((), device=device)
+    for batch in batches:
+        audio = batch.audio.to(device, non_blocking=True)
+        features, frames = augment(audio, batch.lengths)
+        with synchronised(module, batch is batches[-1]):
+            with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+                logits = module(features, frames.to(device, non_blocking=True))
+            # Not in bfloat16, which is too coarse. The lengths stay on the CPU, to which ctc_loss
+            # would fetch them. zero_infinity: speech of more symbols than frames has no alignment.
+            exact = torch.promote_types(logits.dtype, torch.float32)
+            loss = functional.ctc_loss(
+                logits.log_softmax(-1, dtype=exact).transpose(0, 1),
+                batch.targets.to(device, non_blocking=True),
+                stacked(frames),
+                batch.target_lengths,
+                zero_infinity=True,
+            )
+            # The ranks' gradients are averaged: each utterance is to weigh the same on any of them.
+            (loss * (batch.count / total * ranks.size)).backward()
+        part += loss.detach() * (batch.count / total)
+    return part
+
+
 def train(
     args: argparse.Namespace,
+    ranks: Ranks,
     model: AnyRecogniser,
     logmel: LogMel,
-    utterances: list[Utterance],
+    utterances: list[Utterance] | Shards,
     vocabulary: str,
     state: dict[str, Any] | None,
 ) -> tuple[int, float, bool]:
-    """Train until the budget is spent or a signal comes; write checkpoint.pt now and then.
+    """Train until the budget is spent or a signal comes; write a checkpoint now and then.
 
     Args:
         state: a checkpoint of `read_checkpoint` to continue, or None.
@@ -109,91 +185,132 @@ def train(
     Returns:
         Steps done, seconds spent, and whether the budget is spent.
     """
-    device = next(model.parameters()).device
+    device = torch.device(ranks.device)
     on_gpu = device.type == "cuda"
     augment = Augment(logmel).to(device)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
-    )
-    step, seconds = 0, 0.0
-    if state is not None:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step, seconds = state["step"], state["seconds"]
-        torch.set_rng_state(state["rng"])
-        if on_gpu and state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"], device)
     # Inductor's coalescing analysis fails on some symbolic shapes, which it is not made for.
     inductor = {"triton.coalesce_tiling_analysis": False}
-    forward = torch.compile(model, dynamic=True, options=inductor) if args.compile else model
-
-    lengths = [len(u.audio) for u in utterances]
-    batches = endless_batches(lengths, int(args.batch_seconds * SAMPLE_RATE), seed=args.seed)
-    loader = DataLoader(
-        utterances,
-        batch_sampler=islice(batches, step, None),
-        collate_fn=lambda batch: collate(batch, vocabulary),
-        num_workers=2 if on_gpu else 0,
-        pin_memory=on_gpu,
-        generator=torch.Generator(),  # the global one, which checkpoints hold, is left alone
+    if args.compile and args.fsdp:
+        # One by one: a block's parameters are gathered while another's are computed. Inductor
+        # cannot order the strides of a block's symbolic lengths, only keep them.
+        for block in model.blocks:
+            block.compile(dynamic=True, options={**inductor, "strict_output_strides": True})
+    elif args.compile and ranks.launched:
+        model.compile(dynamic=True, options=inductor)
+    module = ranks.wrap(model, fsdp=args.fsdp, bf16=args.bf16)
+    forward = module
+    if args.compile and not ranks.launched:  # of its own: the model is tested as it is
+        forward = torch.compile(model, dynamic=True, options=inductor)
+    optimizer = torch.optim.AdamW(
+        module.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
+    step, seconds = 0, 0.0
+    position = torch.zeros(WORKERS, 2, dtype=torch.int64)  # of this rank's `Stream`
+
+    def own() -> dict[str, Tensor | None]:
+        """What a checkpoint holds of each rank alone."""
+        cuda_rng = torch.cuda.get_rng_state(device) if on_gpu else None
+        return {"rng": torch.get_rng_state(), "cuda_rng": cuda_rng, "position": position}
+
+    if state is None:
+        ranks.seed()
+    else:
+        step, seconds = state["step"], state["seconds"]
+        if ranks.launched:
+            mine = ranks.load(state["path"], module, optimizer, own())
+        else:
+            mine = state
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+        position = mine.get("position", position)  # checkpoints before there were shards lack it
+        torch.set_rng_state(mine["rng"])
+        if on_gpu and mine["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(mine["cuda_rng"], device)
+
+    order = {"accumulate": args.accumulate, "rank": ranks.rank, "ranks": ranks.size}
+    batch_length = int(args.batch_seconds * SAMPLE_RATE)
+    options: dict[str, Any] = {
+        "pin_memory": on_gpu,
+        "generator": torch.Generator(),  # the global one, which checkpoints hold, is left alone
+    }
+    if isinstance(utterances, Shards):
+        stream = Stream(
+            utterances,
+            vocabulary,
+            batch_length // (ranks.size * args.accumulate),
+            seed=args.seed,
+            start=position.tolist(),
+            steps=step,
+            **order,
+        )
+        loader = DataLoader(stream, batch_size=None, num_workers=WORKERS, **options)
+    else:
+        batches = endless_batches([len(u.audio) for u in utterances], batch_length, seed=args.seed)
+        loader = DataLoader(
+            Whole(utterances, vocabulary),
+            batch_size=None,
+            sampler=(share(batch, **order) for batch in islice(batches, step, None)),
+            num_workers=2 if on_gpu else 0,
+            **options,
+        )
 
     def done() -> float:
         return step / args.steps if args.steps is not None else seconds / (60 * args.minutes)
 
     def save() -> None:
-        checkpoint = {
-            "model": model.state_dict(),
-            "normalisation": {"mean": logmel.mean.cpu(), "std": logmel.std.cpu()},
+        # The schedule follows from step and seconds, and so does the next batch but for shards.
+        run = {
             "vocabulary": vocabulary,
             "data": fingerprint(args, utterances),
             "options": {name: getattr(args, name) for name in BOUND},
-            "optimizer": optimizer.state_dict(),
-            # The schedule follows from these two, the next batch from the first.
             "step": step,
             "seconds": seconds,
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(device) if on_gpu else None,
         }
-        save_atomically(checkpoint, args.out / "checkpoint.pt")
+        normalisation = {"mean": logmel.mean.cpu(), "std": logmel.std.cpu()}
+        if ranks.launched:
+            numbers = {name: values.tolist() for name, values in normalisation.items()}
+            run |= {"normalisation": numbers, "ranks": ranks.size, "device": device.type}
+            ranks.save(args.out / "checkpoints", module, optimizer, own(), run)
+            if done() >= 1:
+                weights = full_weights(module)
+                if ranks.rank == 0:
+                    whole = {**run, "model": weights, "normalisation": normalisation}
+                    save_atomically(whole, args.out / "checkpoint.pt")
+                ranks.wait()
+        else:
+            tensors = {"model": model.state_dict(), "normalisation": normalisation}
+            whole = {**run, **tensors, "optimizer": optimizer.state_dict(), **own()}
+            save_atomically(whole, args.out / "checkpoint.pt")
 
-    model.train()
+    module.train()
     started = time.perf_counter() - seconds
     saved = seconds
     with (
         StopSignals() as stop,
         tqdm(total=100, bar_format="{desc} {percentage:3.0f}% |{bar}|") as bar,
     ):
-        for batch in loader if done() < 1 else ():
+        for batches, worker, goes_on in loader if done() < 1 else ():
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(args.lr, step, done())
-            audio = batch.audio.to(device, non_blocking=True)
-            features, frames = augment(audio, batch.lengths)
-            with torch.autocast(device.type, torch.bfloat16, enabled=args.bf16):
-                logits = forward(features, frames.to(device, non_blocking=True))
-            # The lengths stay on the CPU, to which ctc_loss would fetch them. zero_infinity: speech
-            # of more symbols than frames has no alignment.
-            loss = functional.ctc_loss(
-                logits.float().log_softmax(-1).transpose(0, 1),
-                batch.targets.to(device, non_blocking=True),
-                stacked(frames),
-                batch.target_lengths,
-                zero_infinity=True,
-            )
             optimizer.zero_grad()
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            autocast = args.bf16 and not args.fsdp
+            loss = gradients(forward, ranks, batches, augment, autocast=autocast)
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
             step += 1
-            seconds = time.perf_counter() - started
+            position[worker] = torch.tensor(goes_on)
+            # The first rank's clock counts, and a signal to any rank stops all in the same step.
+            clock = 0.0 if ranks.rank else time.perf_counter() - started
+            seconds, asked = ranks.sum(clock, stop.asked)
             if step % 20 == 0 or done() >= 1:  # not always: reading the loss waits for the device
+                (mean,) = ranks.sum(float(loss))
                 rate = optimizer.param_groups[0]["lr"]
                 left = seconds * max(0, 1 / done() - 1) / 60
                 bar.set_description_str(
-                    f"step {step}, loss {loss.item():.3f}, lr {rate:.1e}, {left:.1f} min to go"
+                    f"step {step}, loss {mean:.3f}, lr {rate:.1e}, {left:.1f} min to go"
                 )
                 bar.update(min(100, 100 * done()) - bar.n)
-            if done() >= 1 or stop.asked:
+            if done() >= 1 or asked:
                 break
             if seconds - saved > SAVE_EVERY_SECONDS:
                 save()
@@ -233,24 +350,35 @@ def save_atomically(state: dict[str, Any], path: Path) -> None:
         os.replace(part, path)
 
 
-def fingerprint(args: argparse.Namespace, utterances: list[Utterance]) -> str:
-    """The source's name, and a hash of the utterances' names and lengths in their order."""
-    rows = [(u.id, len(u.audio)) for u in utterances]
+def fingerprint(args: argparse.Namespace, utterances: list[Utterance] | Shards) -> str:
+    """The source's name, and a hash of the utterances' (shards') names and lengths in order."""
+    if isinstance(utterances, Shards):
+        rows = [(Path(path).name, Path(path).stat().st_size) for path in utterances.paths]
+    else:
+        rows = [(u.id, len(u.audio)) for u in utterances]
     return f"{source_name(args)}, {hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]}"
 
 
 def read_checkpoint(
-    path: Path, args: argparse.Namespace, utterances: list[Utterance], vocabulary: str
+    path: Path,
+    args: argparse.Namespace,
+    ranks: Ranks,
+    utterances: list[Utterance] | Shards,
+    vocabulary: str,
 ) -> dict[str, Any]:
-    """Read a checkpoint to continue.
+    """Read a checkpoint to continue: of one process, or what is not sharded of several ones'.
 
     Raises:
         ValueError: it is no checkpoint, or of another model, data, vocabulary or run; the message
             names every difference.
     """
-    keys = "model normalisation vocabulary data options optimizer step seconds rng cuda_rng".split()
+    keys = "ranks device" if ranks.launched else "model optimizer rng cuda_rng"
+    keys = f"{keys} normalisation vocabulary data options step seconds".split()
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        if ranks.launched:
+            state = json.loads((path / "run.json").read_text())
+        else:
+            state = torch.load(path, map_location="cpu", weights_only=True)
         lacks = [key for key in keys if key not in state]
         lacks += [name for name in BOUND if not lacks and name not in state["options"]]
     except OSError:
@@ -276,6 +404,15 @@ def read_checkpoint(
     data = fingerprint(args, utterances)
     if state["data"] != data:
         wrong.append(f"the training data is {state['data']} there and {data} here")
+    if ranks.launched:
+        # Random numbers and data are those of so many ranks.
+        if state["ranks"] != ranks.size:
+            wrong.append(f"torchrun has {state['ranks']} processes there and {ranks.size} here")
+        kind = torch.device(ranks.device).type
+        if state["device"] != kind:
+            wrong.append(f"--device is {state['device']} there and {kind} here")
+        state["normalisation"] = {n: torch.tensor(v) for n, v in state["normalisation"].items()}
+        state["path"] = path
     if wrong:
         raise ValueError(
             f"{path} is of another run: {'; '.join(wrong)}. Repeat its options and data to continue"
@@ -285,14 +422,15 @@ def read_checkpoint(
 
 
 def evaluate(
-    model: AnyRecogniser, logmel: LogMel, vocabulary: str, corpus: Corpus
+    ranks: Ranks, model: AnyRecogniser, logmel: LogMel, vocabulary: str, corpus: Corpus
 ) -> tuple[dict[str, dict], dict[str, list[str]]]:
     """WER and CER of each held-out split, in per cent, and the transcripts."""
     scores, transcripts = {}, {}
     for split in sorted(corpus.keys() - {"train"}, reverse=True):  # test before dev
         utterances = corpus[split]
         said = [u.text for u in utterances]
-        heard = transcribe(model, logmel, vocabulary, utterances, f"transcribe {split}")
+        mine = utterances[ranks.rank :: ranks.size]
+        heard = ranks.gather(transcribe(model, logmel, vocabulary, mine, f"transcribe {split}"))
         transcripts[split] = heard
         scores[split] = {
             "speakers": len({u.speaker for u in utterances}),
@@ -342,11 +480,15 @@ def source_name(args: argparse.Namespace) -> str:
     """A word for the corpus that the command line names."""
     if args.data:
         return f"data-{Path(args.data).resolve().name}"  # may be called synthetic, too
+    if args.shards:
+        return f"shards-{Path(args.shards).resolve().parent.name}"
     return "librispeech" if args.librispeech else "synthetic"
 
 
-def read_corpus(args: argparse.Namespace) -> Corpus:
-    """The corpus that the command line names."""
+def read_corpus(args: argparse.Namespace) -> Corpus | dict[str, Any]:
+    """The corpus that the command line names; --shards has a train split of its own kind."""
+    if args.shards:
+        return read_shards(args.shards)
     if args.data:
         return read_manifest(args.data)
     if args.librispeech:
@@ -385,6 +527,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--data", metavar="DIR", help="directory with a manifest.jsonl")
     source.add_argument("--librispeech", metavar="DIR", help="directory that holds LibriSpeech/")
+    source.add_argument("--shards", metavar="'DIR/*.tar'", help="of shards.py, streamed")
     source.add_argument("--letters", action="store_true", help="synthetic: letters beside digits")
     add("--out", type=Path, help="runs/SOURCE-ATTENTION or -streaming[-ATTENTION] if not given")
     add("--resume", action="store_true", help="continue from the checkpoint in --out")
@@ -415,7 +558,14 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--kernel", type=odd, default=15, help="frames of the depthwise convolution")
     add("--dropout", type=below_1, default=0.1, help=" ")
     add("--lr", type=positive, default=2e-3, help="peak learning rate")
-    add("--batch-seconds", type=positive, default=20, help="padded audio in a batch")
+    add(
+        "--batch-seconds",
+        type=positive,
+        default=20,
+        help="padded audio in a batch, of all processes and micro-batches together",
+    )
+    add("--accumulate", type=count, default=1, help="micro-batches of a batch, to save memory")
+    add("--fsdp", action="store_true", help="under torchrun: FSDP2 shards the model (else DDP)")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help=" ")
     # Threads that wait for one another gain a model this small nothing, and on cores that other
     # work wants they make its steps many times slower.
@@ -436,23 +586,45 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> dict[str, Any]:
-    """Train, report, and return what results.json holds."""
+    """Train, report, and return what results.json holds, or {} but on the first rank."""
     args = parse(argv)
     torch.set_num_threads(args.threads)
+    try:
+        ranks = Ranks(args.device)
+    except ValueError as error:
+        raise SystemExit(f"{error}") from error
+    if args.fsdp and not ranks.launched:
+        raise SystemExit(
+            "--fsdp: expected the processes of torchrun, got one without: torchrun --nproc-per-node"
+            " N examples/train_ctc.py --fsdp"
+        )
+    if args.fsdp and args.compile and not hasattr(inductor_config, "strict_output_strides"):
+        raise SystemExit(
+            "--compile with --fsdp: expected a PyTorch whose Inductor has strict_output_strides, as"
+            f" 2.14 has, got {torch.__version__}"
+        )
+    with ranks:
+        return run(args, ranks)
+
+
+def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Train and report as one of the ranks."""
     source = source_name(args)
     name = args.attention
     if args.encoder == "streaming":
         name = "streaming" if name == "ldsa" else f"streaming-{name}"
     args.out = args.out or Path("runs") / f"{source}-{name}"
     checkpoint = args.out / "checkpoint.pt"
+    sharded = args.out / "checkpoints"
     try:
-        there = checkpoint.exists()
-        if args.resume and not there:
+        there = newest(sharded) or (checkpoint if checkpoint.exists() else None)
+        if args.resume and there is None:
             raise SystemExit(f"there is no {checkpoint}: name its --out, or leave out --resume")
         if there and not args.resume:
-            raise SystemExit(
-                f"{checkpoint} exists: continue it with --resume, or give another --out"
-            )
+            raise SystemExit(f"{there} exists: continue it with --resume, or give another --out")
+        if there and ranks.launched != there.is_relative_to(sharded):
+            way = "without" if ranks.launched else "with"
+            raise SystemExit(f"{there} was written {way} torchrun: resume it {way} torchrun")
         # Not found out by the first save, which comes after minutes of reading and training.
         args.out.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=args.out) as probe:
@@ -464,31 +636,51 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     except (ImportError, OSError, RuntimeError, ValueError) as error:
         raise SystemExit(f"{error}") from error
 
-    vocabulary = "".join(sorted({c for u in corpus["train"] for c in u.text}))
+    heard = corpus["train"]
+    if isinstance(heard, Shards):
+        vocabulary = heard.vocabulary
+    else:
+        vocabulary = "".join(sorted({c for u in heard for c in u.text}))
     state = None
-    if args.resume:
-        try:
-            state = read_checkpoint(checkpoint, args, corpus["train"], vocabulary)
-        except (OSError, ValueError) as error:
-            raise SystemExit(f"{error}") from error
     try:
-        model = build(vars(args), vocabulary).to(args.device)
+        if isinstance(heard, Shards):
+            heard.check_for(ranks.size)
+        if there:
+            state = read_checkpoint(there, args, ranks, heard, vocabulary)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"{error}") from error
+    try:
+        model = build(vars(args), vocabulary).to(ranks.device)
     # AssertionError: a torch without CUDA; TypeError: a number beyond 64 bits.
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         raise SystemExit(f"cannot build the model on --device {args.device}: {error}") from error
-    logmel = LogMel(**state["normalisation"]) if state else LogMel.fit(corpus["train"])
-    logmel.to(args.device)
+    try:
+        if state:
+            logmel = LogMel(**state["normalisation"])
+        else:
+            logmel = LogMel.fit(heard.sample() if isinstance(heard, Shards) else heard)
+    except ValueError as error:
+        raise SystemExit(f"{error}") from error
+    logmel.to(ranks.device)
     parameters = sum(p.numel() for p in model.parameters())
-    minutes = sum(len(u.audio) for u in corpus["train"]) / SAMPLE_RATE / 60
+    if isinstance(heard, Shards):
+        amount = f"{len(heard.paths)} shards"
+    else:
+        amount = f"{sum(len(u.audio) for u in heard) / SAMPLE_RATE / 60:.1f} min"
     print(
-        f"{source}: {len(corpus['train'])} training utterances, {minutes:.1f} min; "
+        f"{source}: {len(heard)} training utterances, {amount}; "
         f"{args.encoder}, {args.attention}, {parameters:,} parameters, on {args.device}"
+        + (f", {ranks.size} processes" if ranks.launched else "")
     )
-    steps, seconds, finished = train(args, model, logmel, corpus["train"], vocabulary, state)
+    steps, seconds, finished = train(args, ranks, model, logmel, heard, vocabulary, state)
     if not finished:
         raise SystemExit(f"stopped after {steps} steps: the same command with --resume goes on")
+    if ranks.launched:  # the trained model may be a part of one
+        model = load_recogniser(checkpoint)[0].to(ranks.device)
+    scores, transcripts = evaluate(ranks, model, logmel, vocabulary, corpus)
+    if ranks.rank:
+        return {}
 
-    scores, transcripts = evaluate(model, logmel, vocabulary, corpus)
     split, heard = next(iter(transcripts.items()))
     utterances = corpus[split]
     print(f"\nUnheard speakers ({split}), text and transcript:")
@@ -508,7 +700,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "steps": steps,
         "minutes": round(seconds / 60, 2),
         "device": torch.cuda.get_device_name() if "cuda" in args.device else args.device,
-        "options": {name: getattr(args, name) for name in [*BOUND, "bf16", "compile"]},
+        "processes": ranks.size,
+        "options": {
+            name: getattr(args, name) for name in [*BOUND, "accumulate", "fsdp", "bf16", "compile"]
+        },
         "held_out": scores,
     }
     (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
@@ -530,3 +725,4 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main()
+    leave()

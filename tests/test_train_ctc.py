@@ -211,7 +211,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(run, tmp_path):
     torch.save([1], path)
     refuses("it lacks model")
     torch.save({"model": 1}, path)
-    refuses("it lacks normalisation, ")
+    refuses("it lacks optimizer, ")
     torch.save({**state, "options": {}}, path)
     refuses("it lacks encoder, ")
     del state["data"]
