@@ -95,7 +95,11 @@ def captured(run):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    return graph.replay
+
+    def replay(holds=run):  # and the tensors that it works on, which a graph does not hold
+        graph.replay()
+
+    return replay
 
 
 def peak_mib(run, device: str) -> float:

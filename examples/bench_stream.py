@@ -80,7 +80,11 @@ def stepping(step, x: Tensor, state):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         advance()
-    return graph.replay
+
+    def replay(holds=(x, state)):  # what the graph works on, which it does not hold itself
+        graph.replay()
+
+    return replay
 
 
 def seconds(run, cuda: bool, budget: float = 0.3) -> float:

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 from ldsa_nn.functional import (
     check_bound,
     depthwise_convolved,
-    dot_product_attention,
     frames_inside,
 )
 from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
@@ -55,7 +54,7 @@ class _SelfAttention(nn.Module):
             # A sequence without frames sees one all the same: backends differ in what no key gives.
             keep = frames_inside(lengths.clamp(min=1), None, frames, x.device)[:, None, None]
         dropout_p = self.dropout_rate if self.training else 0.0
-        y = dot_product_attention(_rotated(q), _rotated(k), v, keep, dropout_p)
+        y = F.scaled_dot_product_attention(_rotated(q), _rotated(k), v, keep, dropout_p)
         return self.out(y.transpose(1, 2).reshape(batch, frames, width))
 
 

@@ -6,7 +6,6 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ldsa_nn._kernels import (
     check_bound,
@@ -21,7 +20,6 @@ __all__ = [
     "check_bound",
     "check_sequence",
     "depthwise_convolved",
-    "dot_product_attention",
     "eager_ldsa",
     "eager_ldsa_at",
     "extent",
@@ -50,18 +48,6 @@ def check_sequence(name: str, x: Tensor, n_feat: int, like: Tensor | None = None
         raise ValueError(f"{name} must have shape [B,T,D] with D={n_feat}, got {list(x.shape)}")
     if like is not None and x.shape != like.shape:
         raise ValueError(f"{name} must have query's shape {list(like.shape)}, got {list(x.shape)}")
-
-
-# cuDNN's attention, the default on an H100, fails at some batches ("mha_graph.execute").
-_BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-
-
-def dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, dropout_p: float
-) -> Tensor:
-    """Scaled dot-product attention of [B,H,T,Dh] by PyTorch's own backends; keep: bool or None."""
-    with sdpa_kernel(_BACKENDS):
-        return F.scaled_dot_product_attention(q, k, v, keep, dropout_p)
 
 
 def keep_mask(mask: Tensor, batch: int, frames: int) -> Tensor:

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 
 from ldsa_nn.functional import (
     check_sequence,
-    dot_product_attention,
     eager_ldsa_at,
     extent,
     frames_inside,
@@ -378,12 +377,12 @@ class _DotAttention(nn.Module):
         )
         dropout_p = self.dropout_rate if self.training else 0.0
         if keep is None:
-            out = dot_product_attention(q, k, v, None, dropout_p)
+            out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p)
         else:
             keep = keep[:, None]
             # Backends differ in what a row without keys gives: let it see all, then zero it.
             dead = ~keep.any(3, keepdim=True)
-            out = dot_product_attention(q, k, v, keep | dead, dropout_p)
+            out = F.scaled_dot_product_attention(q, k, v, keep | dead, dropout_p)
             out = torch.where(dead, 0.0, out)
         return self.linear_out(out.transpose(1, 2).reshape(batch, frames, width))
 

@@ -6,7 +6,8 @@ Microseconds, forward / backward: medians of triton.testing.do_bench, which empt
 before every call. Forward is the public op without gradients, backward the registered backward
 operator by itself, both replayed from a CUDA graph, since Python may take longer than a kernel;
 "by autograd" are calls of the op and of the autograd engine, as its peers run. The roof is a
-device-to-device copy of the same total bytes, half read and half written, timed as ours.
+device-to-device copy of the same total bytes, half read and half written: called, since a graph
+copies by other means, up to half again as slow.
 
 Every result is compared with float64 before it is timed, outputs and gradients, on the first and
 the last sequence of its batch; a wrong one has no time. The column "losing" names what misses its
@@ -178,7 +179,7 @@ def figures(case):
     """A row of ours beside the roof."""
     logits, v, grad, options = checked(case, ours)
     _, backward = operators(case, logits, v, grad, options)
-    roofs = roof(case, replay_us)
+    roofs = roof(case, median_us)
     with torch.no_grad():
         forward = replay_us(lambda: ours(logits, v, case.left, case.right, **options))
         times = forward, replay_us(backward)
