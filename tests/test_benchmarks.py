@@ -20,13 +20,14 @@ import bench_layer
 import bench_stream
 import measure
 import measure_delta
+import tune
 
 CASE = Case("tiny", 2, 1, 30, 16, 7, 7, torch.float16)
 
 
 @pytest.mark.parametrize(
     "script",
-    [bench_hosts, bench_layer, bench_stream, measure_delta, measure],
+    [bench_hosts, bench_layer, bench_stream, measure_delta, measure, tune],
     ids=lambda script: script.__name__,
 )
 def test_help(script, monkeypatch, capsys):
@@ -44,6 +45,8 @@ def test_help(script, monkeypatch, capsys):
         (measure, "--json DIR", "argument --json: cannot write to"),
         (measure, "--plot DIR/none/x.png", "argument --plot: cannot write to"),
         (measure, "--plot DIR/x.jpeg2", "argument --plot: expected a name in .png"),
+        (tune, "--json DIR", "argument --json: cannot write to"),
+        (tune, "--cases W=15", "argument --cases: no case holds 'W=15'; there are"),
         (measure_delta, "--json DIR/none/x.json", "argument --json: cannot write to"),
         (measure_delta, "--plot DIR/x.jpeg2", "argument --plot: expected a name in .png"),
         (measure_delta, "--plot DIR/x.png --cpu", "argument --plot: needs the groups"),
@@ -81,7 +84,9 @@ def test_bad_arguments_are_refused(script, arguments, message, tmp_path, monkeyp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("script", [measure_delta, measure], ids=lambda script: script.__name__)
+@pytest.mark.parametrize(
+    "script", [measure_delta, measure, tune], ids=lambda script: script.__name__
+)
 def test_the_ops_need_a_gpu(script, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit, match=r"^this benchmark needs a GPU and Triton(, or --cpu)?$"):
@@ -123,6 +128,33 @@ def test_the_roof_moves_the_bytes_of_the_op():
     for part in measure.roof(case, lambda copy: copy().nbytes * 2):
         moved.append(part / (case.batch * case.heads * case.frames * case.dtype.itemsize))
     assert moved == [143, 222]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_are_tried_and_the_table_stays(untimed, monkeypatch, backward):
+    table, seen = tune.kernel._tiles, []
+
+    def clock(call):
+        call()
+        row = tune.kernel._tiles(15, 16, 2, False, backward)
+        seen.append(row)
+        return float(row[0])
+
+    monkeypatch.setattr(tune, "replay_us", clock)
+    now = tune.present(CASE, backward)
+    monkeypatch.setattr(tune, "rows", lambda *_: [now, (32, 2 if backward else 1, 16, 1, None)])
+    line = tune.tuned(CASE, backward)
+    assert seen == tune.rows(CASE, backward)
+    assert line["best 1"] == f"{now} 16.0" == line["now"] and line["best 2"].endswith("None) 32.0")
+    assert tune.kernel._tiles is table
+
+
+def test_rows_hold_the_present_one_first():
+    for case in tune.CASES:
+        for backward in (False, True):
+            rows = tune.rows(case, backward)
+            assert rows[0] == tune.present(case, backward) and len(set(rows)) == len(rows)
+            assert len(rows) > 5, case
 
 
 @pytest.mark.parametrize("wrong", ["out", "grad of v"])
