@@ -5,8 +5,8 @@
 For each case and direction: microseconds of the kernel with the best rows and with the one that
 `_tiles` in torch-ext/ldsa/ldsa.py chooses, timed as in benchmark.py, each compared with float64
 before it is timed. A row is (BLOCK, STEPS, BLOCK_D, num_warps, maxnreg): frames of a block, blocks
-of a program, channels of a tile, warps, and the limit of registers. What wins for all cases of a kind
-goes into `_tiles` by hand. Each row is compiled anew, which takes an hour for all cases.
+of a program, channels of a tile, warps, and the limit of registers. What wins for all cases of a
+kind goes into `_tiles` by hand. Each row is compiled anew, which takes an hour for all cases.
 """
 
 import argparse
