@@ -94,6 +94,8 @@ class SystolicLinearAttention(nn.Module):
                 raise ValueError(f"{name} must be >= 1, got {size}")
         if key_dim % n_tiles:
             raise ValueError(f"n_tiles must divide key_dim, got {n_tiles} and {key_dim}")
+        if not isinstance(bidirectional, bool):
+            raise TypeError(f"bidirectional must be a bool, got {bidirectional!r}")
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be float32 or bfloat16, got {state_dtype}")
         self.n_feat = n_feat
@@ -138,7 +140,7 @@ class SystolicLinearAttention(nn.Module):
 
         Args:
             x: [B,T,D].
-            key, value: accepted in an attention's place and unused.
+            key, value: [B,T,D], accepted in an attention's place and unused.
             mask: bool or integer 0/1, [B,T], [B,1,T] or [B,T,T] (its diagonal counts), nonzero =
                 keep. Each sequence's kept frames must be one run; holes are undefined on a GPU.
             lengths: integer [B] instead of mask: sequence b is its first lengths[b] frames.
@@ -151,6 +153,9 @@ class SystolicLinearAttention(nn.Module):
                 lengths are given; the mask has holes (CPU, eager mode).
         """
         check_sequence("x", x, self.n_feat)
+        for name, other in (("key", key), ("value", value)):
+            if other is not None:
+                check_sequence(name, other, self.n_feat)
         starts, lengths = extent(x, mask, lengths, True)
         frames = x.shape[1]
         if frames == 0:  # a convolution takes none

@@ -108,8 +108,8 @@ def check_delta(q, k, v, g, beta, scale, initial_state, lengths, cu_seqlens):
             )
     key_dim, tiles = q.shape[3], g.shape[3]
     if key_dim == 0 or v.shape[3] == 0:
-        name = "v" if key_dim else "q"
-        raise ValueError(f"{name} must have a last dimension >= 1, got {tuple(q.shape)}")
+        name, x = ("v", v) if key_dim else ("q", q)
+        raise ValueError(f"{name} must have a last dimension >= 1, got {tuple(x.shape)}")
     if tiles == 0 or key_dim % tiles:
         raise ValueError(
             f"g [B,T,H,tiles] must have a number of tiles that divides K = {key_dim}, got {tiles}"

@@ -346,7 +346,7 @@ def _scan_again(s, chunks, first, state, table):
     return writes, states
 
 
-def new_saved_states(q, v, g, beta, bounds):
+def new_saved_states(q, k, v, g, beta, bounds):
     """Room for the states before each segment, [segments,B*H,K,V] as one dimension.
 
     One, because a graph for any number of frames must not ask whether there is one segment.
@@ -355,7 +355,7 @@ def new_saved_states(q, v, g, beta, bounds):
     sequences = batch if bounds is None else bounds.shape[0]
     chunks = -(-frames // CHUNK) if sequences == batch else frames // CHUNK + sequences
     count = -(-chunks // SEGMENT) * batch * heads * key_dim * v.shape[3]
-    return q.new_empty(count, dtype=compute_dtype(q, v, g, beta))
+    return q.new_empty(count, dtype=compute_dtype(q, k, v, g, beta))
 
 
 @_without_autocast
@@ -376,7 +376,7 @@ def chunk_delta_forward(q, k, v, g, beta, initial_state, bounds, scale, save):
     dtype, chunks = compute_dtype(q, k, v, g, beta), _Chunks(q, bounds)
     table = chunks.states(initial_state, v.new_empty(0, dtype=dtype), q.shape[3], v.shape[3])
     out, state = chunks.empty(v.shape, v), table[: chunks.batch].flatten(0, 1)
-    saved = (new_saved_states(q, v, g, beta, bounds),) if save else ()
+    saved = (new_saved_states(q, k, v, g, beta, bounds),) if save else ()
     segments = chunks.segments()
     for i, (first, end) in enumerate(segments):
         s = _segment(chunks, first, end, q, k, v, g, beta, scale, dtype)

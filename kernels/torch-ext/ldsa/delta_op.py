@@ -17,7 +17,7 @@ from .delta import (
 from .delta_chunk import launch_delta_forward, new_saved
 from .delta_chunk_bwd import launch_delta_backward
 from .delta_tiles import INTERPRETED, triton
-from .op import IMPLEMENTATIONS
+from .op import IMPLEMENTATIONS, refuse_forward_mode
 
 __all__ = ["tiled_delta_rule"]
 
@@ -28,10 +28,10 @@ VECTOR = 16
 FEW_FRAMES = 8
 
 
-def _saved(q, v, g, beta, bounds, fused):
+def _saved(q, k, v, g, beta, bounds, fused):
     if fused:
         return list(new_saved(q, v, g, bounds))
-    return [new_saved_states(q, v, g, beta, bounds)]
+    return [new_saved_states(q, k, v, g, beta, bounds)]
 
 
 @torch.library.custom_op(add_op_namespace_prefix("delta_rule"), mutates_args=())
@@ -57,7 +57,7 @@ def _(q, k, v, g, beta, initial_state, bounds, scale, save, fused):
     sequences = q.shape[0] if bounds is None else bounds.shape[0]
     dtype = torch.float32 if fused else compute_dtype(q, k, v, g, beta)
     state = v.new_empty(sequences, *q.shape[2:], v.shape[3], dtype=dtype)
-    return v.new_empty(v.shape), state, _saved(q, v, g, beta, bounds, fused) if save else []
+    return v.new_empty(v.shape), state, _saved(q, k, v, g, beta, bounds, fused) if save else []
 
 
 @torch.library.custom_op(add_op_namespace_prefix("delta_rule_backward"), mutates_args=())
@@ -150,8 +150,12 @@ def _why_not_fused(q, k, v, g, beta):
         if x.dtype == torch.float64:
             return f"{name} is float64; they take float32, bfloat16 and float16"
     tiles = g.shape[3]
-    if q.shape[3] + tiles * _missing(q.shape[3], tiles) > MAX_KEY_DIM:
-        return f"q has key width {q.shape[3]} in {tiles} tiles; they take at most {MAX_KEY_DIM}"
+    wide = q.shape[3] + tiles * _missing(q.shape[3], tiles)
+    if wide > MAX_KEY_DIM:
+        return (
+            f"q has key width {q.shape[3]}, {wide} with its {tiles} tiles padded to multiples of "
+            f"{VECTOR} in all; they take at most {MAX_KEY_DIM}"
+        )
     return None
 
 
@@ -204,8 +208,8 @@ def tiled_delta_rule(
         cu_seqlens: integer [N+1] or None, in order, where B = 1: sequence n is frames
             cu_seqlens[n] to cu_seqlens[n+1]. What order breaks is undefined on a GPU.
         implementation: "auto" (the kernels where they can run, else eager), "triton", "eager". The
-            kernels take float32, bfloat16 and float16, and K <= 256; copies of what is not dense
-            with K and R*P multiples of 16.
+            kernels take float32, bfloat16 and float16, and K <= 256 after each tile is padded
+            alike until K is a multiple of 16; copies of what is not dense or has other widths.
 
     Returns:
         (out [B,T,H,R*P], dense, in v's dtype; the state after each sequence's last frame,
@@ -251,6 +255,7 @@ def tiled_delta_rule(
     if not fused and device != "meta" and cu_seqlens is None and _few_frames(q.shape[1]):
         out, state = recurrent_delta_rule(*inputs)
     else:
+        refuse_forward_mode("tiled_delta_rule", *inputs[:6])
         save = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in inputs[:6]
         )

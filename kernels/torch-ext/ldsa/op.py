@@ -3,6 +3,7 @@
 from typing import Optional, Tuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ._ops import add_op_namespace_prefix
@@ -94,10 +95,20 @@ _local_attention.register_autograd(_backward, setup_context=_setup_context)
 _local_attention_backward.register_autograd(_no_double_backward)
 
 
+def refuse_forward_mode(name, *tensors):
+    """Raise where forward-mode derivatives are wanted: a custom op would silently leave them out."""
+    if forward_ad._current_level >= 0 and any(
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise RuntimeError(f"{name}: forward-mode derivatives are not supported")
+
+
 def _plain(x):
-    """Whether nothing but the device works on tensors like x: no tracer, mode or subclass."""
+    """Whether nothing but the device works on tensors like x: no tracer, transform or subclass."""
     return (
         type(x) is torch.Tensor
+        and not x.is_meta
+        and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not is_in_torch_dispatch_mode()
@@ -214,6 +225,7 @@ def ldsa_local_attention(
             edge=edge,
             dropout_p=dropout_p,
         )
+    refuse_forward_mode("ldsa_local_attention", a_logits, v)
     lengths, starts = (
         bound if bound is None else bound.to(v.device, non_blocking=True)
         for bound in (lengths, starts)
