@@ -19,8 +19,11 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-import soundfile
-from tqdm import tqdm
+try:
+    import soundfile
+    from tqdm import tqdm
+except (ImportError, OSError) as error:  # OSError: soundfile's own C library is missing
+    raise ImportError(f"{error}: run pip install 'ldsa_nn[examples]'") from error
 
 DEV = frozenset("fbbh fjdn mblw mcrt mnfe mrmg".split())
 # Six more of the official training set are left out unless asked for: figures compare only where
