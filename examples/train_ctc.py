@@ -795,7 +795,9 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         },
         "held_out": scores,
     }
-    (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    part = args.out / ".results.json"
+    part.write_text(json.dumps(results, indent=2) + "\n")
+    os.replace(part, args.out / "results.json")  # whoever finds it finds all of it
     print("attention  parameters   steps  minutes  unheard     speakers  utterances  WER %  CER %")
     for name, score in scores.items():
         print(
