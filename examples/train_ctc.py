@@ -219,7 +219,7 @@ def train(
     utterances: list[Utterance] | Shards,
     vocabulary: str,
     state: dict[str, Any] | None,
-) -> tuple[int, float, bool]:
+) -> tuple[int, float, int | None, bool]:
     """Train until the budget is spent or a signal comes; write a checkpoint now and then.
 
     The weights that model is left with, as a finished run's checkpoint.pt is, are those of --ema.
@@ -228,7 +228,8 @@ def train(
         state: a checkpoint of `read_checkpoint` to continue, or None.
 
     Returns:
-        Steps done, seconds spent, and whether the budget is spent.
+        Steps done, seconds spent, the most bytes of GPU memory in use at a time (None: of a CPU),
+        and whether the budget is spent. All count what state had done.
     """
     device = torch.device(ranks.device)
     on_gpu = device.type == "cuda"
@@ -250,7 +251,7 @@ def train(
         module.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
     average = Average(model, args.ema) if args.ema else None
-    step, seconds = 0, 0.0
+    step, seconds, peak_before = 0, 0.0, 0
     position = torch.zeros(WORKERS, 2, dtype=torch.int64)  # of this rank's `Stream`
 
     def own() -> dict[str, Tensor | None]:
@@ -262,6 +263,7 @@ def train(
         ranks.seed()
     else:
         step, seconds = state["step"], state["seconds"]
+        peak_before = state.get("peak_memory") or 0  # a CPU's checkpoint has none
         if ranks.launched:
             mean = average.mean if average else {}
             mine = ranks.load(state["path"], module, optimizer, own(), mean)
@@ -308,6 +310,9 @@ def train(
     def done() -> float:
         return step / args.steps if args.steps is not None else seconds / (60 * args.minutes)
 
+    def peak_memory() -> int | None:
+        return max(peak_before, torch.cuda.max_memory_allocated(device)) if on_gpu else None
+
     def save() -> None:
         # The schedule follows from step and seconds, and so does the next batch but for shards.
         run = {
@@ -316,6 +321,7 @@ def train(
             "options": {name: getattr(args, name) for name in BOUND},
             "step": step,
             "seconds": seconds,
+            "peak_memory": peak_memory(),
         }
         normalisation = {"mean": logmel.mean.cpu(), "std": logmel.std.cpu()}
         if ranks.launched:
@@ -377,7 +383,7 @@ def train(
         save()
     if average:
         average.put()
-    return step, seconds, done() >= 1
+    return step, seconds, peak_memory(), done() >= 1
 
 
 class StopSignals:
@@ -756,13 +762,11 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         f"{args.encoder}, {args.attention}, {parameters:,} parameters, on {args.device}"
         + (f", {ranks.size} processes" if ranks.launched else "")
     )
-    steps, seconds, finished = train(args, ranks, model, logmel, heard, vocabulary, state)
+    steps, seconds, peak, finished = train(args, ranks, model, logmel, heard, vocabulary, state)
     if not finished:
         raise SystemExit(f"stopped after {steps} steps: the same command with --resume goes on")
     if ranks.launched:  # the trained model may be a part of one
         model = load_recogniser(checkpoint)[0].to(ranks.device)
-    on_gpu = ranks.device.startswith("cuda")
-    peak = torch.cuda.max_memory_allocated(ranks.device) / 2**20 if on_gpu else None
     scores, transcripts = evaluate(ranks, model, logmel, vocabulary, corpus, args.beam)
     if ranks.rank:
         return {}
@@ -787,7 +791,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         "minutes": round(seconds / 60, 2),
         "device": torch.cuda.get_device_name() if "cuda" in args.device else args.device,
         "processes": ranks.size,
-        "peak_memory_mib": None if peak is None else round(peak, 1),
+        "peak_memory_mib": None if peak is None else round(peak / 2**20, 1),
         "delay_ms": None if model.delay is None else model.delay * 1000 * HOP // SAMPLE_RATE,
         "options": {
             name: getattr(args, name)

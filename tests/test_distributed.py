@@ -223,10 +223,11 @@ def test_on_two_gpus_fsdp_equals_ddp(tmp_path):
 @two_gpus
 @pytest.mark.parametrize("options", [["--bf16", "--compile"], ["--fsdp", "--bf16", *COMPILE]])
 def test_on_two_gpus_killed_and_resumed(tmp_path, options):
-    arguments = [*STREAMING, *options, "--steps", "9", "--out", str(tmp_path)]
+    arguments = [*STREAMING, *options, "--ema", "0.9", "--steps", "9", "--out", str(tmp_path)]
     assert torchrun({"arguments": arguments, "die": [0, "save", 7]}, gpu=True).returncode != 0
     job = torchrun({"arguments": [*arguments, "--resume"]}, gpu=True)
     assert job.returncode == 0, job.stderr
     found = everything(tmp_path)
     assert found["/step"] == 9
     assert "/rank1/cuda_rng" in found
+    assert torch.equal(found["/mean/head.weight"].cpu(), weights(tmp_path)["head.weight"])
