@@ -159,12 +159,14 @@ class Ranks:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         own: dict[str, Tensor | None],
+        mean: dict[str, Tensor],
         run: dict[str, Any],
     ) -> None:
         """Write folder/step-N, by all ranks: all of it or nothing, whenever any of them dies.
 
         Args:
             own: this rank's tensors beside the module's and the optimizer's.
+            mean: weights beside the module's, sharded as these are; {} for none.
             run: what run.json holds, with the "step" that names the checkpoint. Older checkpoints
                 are removed once this one is complete.
         """
@@ -178,7 +180,7 @@ class Ranks:
         weights, moments = get_state_dict(module, optimizer)
         self.wait()  # nobody writes before the folder is there
         dcp.save(
-            {"model": weights, "optimizer": moments, f"rank{self.rank}": own},
+            self._state(weights, moments, own, mean),
             storage_writer=dcp.FileSystemWriter(part),  # which waits for the disk
             planner=dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
         )
@@ -203,10 +205,11 @@ class Ranks:
         module: nn.Module,
         optimizer: torch.optim.Optimizer,
         own: dict[str, Tensor | None],
+        mean: dict[str, Tensor],
     ) -> dict[str, Tensor | None]:
-        """Read a checkpoint of `save` into module and optimizer, and return this rank's own."""
+        """Read a checkpoint of `save` into module, optimizer and mean; return this rank's own."""
         weights, moments = get_state_dict(module, optimizer)
-        state = {"model": weights, "optimizer": moments, f"rank{self.rank}": own}
+        state = self._state(weights, moments, own, mean)
         dcp.load(state, checkpoint_id=path)
         set_state_dict(
             module,
@@ -215,6 +218,10 @@ class Ranks:
             optim_state_dict=state["optimizer"],
         )
         return state[f"rank{self.rank}"]
+
+    def _state(self, weights: dict, moments: dict, own: dict, mean: dict) -> dict[str, Any]:
+        state = {"model": weights, "optimizer": moments, f"rank{self.rank}": own}
+        return {**state, "mean": mean} if mean else state
 
 
 def newest(folder: Path) -> Path | None:

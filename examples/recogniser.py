@@ -17,6 +17,7 @@ except ImportError as error:
     raise ImportError(f"{error}: run pip install 'ldsa_nn[examples]'") from error
 
 STACK = 4  # log-mel frames a model frame: 40 ms
+STREAM = ("ldsa", "mixed", "sla")  # attentions of StreamingRecogniser that see no utterance's end
 
 
 class Recogniser(nn.Module):
@@ -60,6 +61,8 @@ class Recogniser(nn.Module):
     def last_attention(self) -> nn.Module:
         return self.blocks[-1].self_attn
 
+    delay = None  # its convolutions and its norms see the whole utterance
+
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Features [B, T, 80] and their lengths [B], on one device -> logits [B, T', symbols + 1].
 
@@ -96,11 +99,17 @@ class StreamingRecogniser(nn.Module):
         kernel: int,
         dropout: float,
     ) -> None:
-        """Args as Recogniser's; attention: "ldsa", "sla", or "mixed", every fourth layer sla."""
+        """Args as Recogniser's.
+
+        attention: of ConformerEncoder; or "mixed", every fourth layer "sla" and the others "ldsa";
+            or "bisla", bidirectional "sla". "mhsa", "hybrid" and "bisla" do not stream.
+        """
         super().__init__()
         kinds = [attention] * layers
         if attention == "mixed":
             kinds = ["sla" if i % 4 == 1 else "ldsa" for i in range(layers)]
+        elif attention == "bisla":
+            kinds = ["sla"] * layers
         self.encoder = ldsa_nn.ConformerEncoder(
             N_MELS,
             dim,
@@ -114,6 +123,12 @@ class StreamingRecogniser(nn.Module):
             subsampling=STACK,
             dropout=dropout,
         )
+        if attention == "bisla":
+            sizes = "n_feat n_key_head value_heads_per_key key_dim value_dim".split()
+            for block in self.encoder.layers:
+                same = {name: getattr(block.attention, name) for name in sizes}
+                block.attention = ldsa_nn.SystolicLinearAttention(**same, bidirectional=True)
+        self.streams = attention in STREAM
         self.head = nn.Linear(dim, symbols + 1)
 
     @property
@@ -121,10 +136,16 @@ class StreamingRecogniser(nn.Module):
         return self.encoder.layers
 
     @property
-    def last_attention(self) -> nn.Module:
-        """The last one that has weights on frames."""
+    def last_attention(self) -> nn.Module | None:
+        """The last one that gives its weights on frames, if any does."""
         local = ldsa_nn.LocalDenseSynthesizerAttention
-        return [m for m in self.encoder.modules() if isinstance(m, local)][-1]
+        found = [m for m in self.encoder.modules() if isinstance(m, local)]
+        return found[-1] if found else None
+
+    @property
+    def delay(self) -> int | None:
+        """Log-mel frames after its own that a frame waits for; None: for all of the utterance."""
+        return self.encoder.delay if self.streams else None
 
     def forward(self, features: Tensor, lengths: Tensor) -> Tensor:
         """Args and logits as Recogniser's."""
@@ -190,18 +211,43 @@ def greedy_text(symbols: list[int], vocabulary: str) -> str:
     return GreedyText(vocabulary).push(symbols)
 
 
+def beam_text(logits: Tensor, vocabulary: str, beams: int) -> str:
+    """The text of highest probability that a prefix search finds with so many prefixes at a time.
+
+    All alignments of a text add up, as in CTC's loss; there is no language model and no lexicon.
+    logits: [T, symbols + 1] of a whole utterance.
+    """
+    import fast_ctc_decode  # of which there is none for Windows, where all else runs
+
+    alphabet = ["", *vocabulary]  # as a list, for symbols of any kind
+    probabilities = logits.double().softmax(-1).float().cpu().numpy()
+    text, _ = fast_ctc_decode.beam_search(probabilities, alphabet, beam_size=beams)
+    return " ".join(text.split())
+
+
 @torch.inference_mode()
 def transcribe(
-    model: AnyRecogniser, logmel: LogMel, vocabulary: str, utterances: list[Utterance], label: str
+    model: AnyRecogniser,
+    logmel: LogMel,
+    vocabulary: str,
+    utterances: list[Utterance],
+    label: str,
+    beams: int = 0,
 ) -> list[str]:
-    """Transcribe, one utterance at a time: in a batch, padding may leak into the shorter ones."""
+    """Transcribe, one utterance at a time: in a batch, padding may leak into the shorter ones.
+
+    beams: of `beam_text`; 0 is greedy.
+    """
     model.eval()
     device = next(model.parameters()).device
     texts = []
     for utterance in tqdm(utterances, label, unit="utt"):
         lengths = torch.tensor([len(utterance.audio)], device=device)
         logits = model(*logmel(utterance.audio[None].to(device), lengths))
-        texts.append(greedy_text(logits[0].argmax(-1).tolist(), vocabulary))
+        if beams:
+            texts.append(beam_text(logits[0], vocabulary, beams))
+        else:
+            texts.append(greedy_text(logits[0].argmax(-1).tolist(), vocabulary))
     return texts
 
 

@@ -237,6 +237,8 @@ def load(path: Path) -> tuple[StreamingRecogniser, LogMel, str]:
         ) from error
     if not isinstance(model, StreamingRecogniser):
         raise SystemExit(f"{path} holds a torchaudio Conformer, which cannot stream; {TRAIN}")
+    if not model.streams:
+        raise SystemExit(f"{path} holds an attention to the whole utterance, not a stream; {TRAIN}")
     return model, logmel, vocabulary
 
 

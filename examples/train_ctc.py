@@ -6,18 +6,20 @@
     python examples/train_ctc.py --attention mhsa     # the same model with its own attention
     python examples/train_ctc.py --encoder streaming  # a model for stream.py
     python examples/train_ctc.py --encoder streaming --attention mixed  # with global attention too
+    python examples/train_ctc.py --ema 0.999 --beam 10 # averaged weights, prefix search
     python examples/train_ctc.py --shards 'DIR/*.tar' # a corpus larger than memory: shards.py
     torchrun --nproc-per-node 8 examples/train_ctc.py # on several GPUs; --fsdp shards the model
 
 The model is torchaudio's Conformer on stacked log-mel frames, of which `ldsa_nn.replace_attention`
 changes the attention and nothing else, or with --encoder streaming `ldsa_nn.ConformerEncoder`. The
-output directory gets checkpoint.pt, results.json and attention.png (none for --attention sla);
---resume continues from the checkpoint. Under torchrun that is the newest one of checkpoints/,
-written by all processes, and checkpoint.pt comes at the end.
+output directory gets checkpoint.pt, results.json and, of attention with weights on frames,
+attention.png; --resume continues from the checkpoint. Under torchrun that is the newest one of
+checkpoints/, written by all processes, and checkpoint.pt comes at the end.
 """
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -31,6 +33,7 @@ from typing import Any
 
 import torch
 from data import (
+    HOP,
     SAMPLE_RATE,
     Batch,
     Corpus,
@@ -47,6 +50,7 @@ from data import (
 from distributed import Ranks, full_weights, leave, newest, synchronised
 from recogniser import (
     STACK,
+    STREAM,
     AnyRecogniser,
     attention_weights,
     build,
@@ -58,6 +62,7 @@ from shards import WORKERS, Shards, Step, Stream, read_shards
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
 from torch.nn import functional
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, Dataset
 
 try:
@@ -73,6 +78,7 @@ SAVE_EVERY_SECONDS = 60
 # The options that a checkpoint is bound to: those of the model, and those that order its batches.
 BOUND = (
     "encoder attention left right dim layers heads ffn kernel dropout lr batch_seconds seed letters"
+    " ema"
 ).split()
 
 
@@ -117,6 +123,43 @@ class Whole(Dataset):
             batch = collate([self.utterances[i] for i in indices], self.vocabulary)
             batches.append(batch._replace(count=count))
         return Step(batches)
+
+
+class Average:
+    """A running mean of a model's parameters and statistics, that of the last steps weighing most.
+
+        mean = d mean + (1 - d) weights,   d = min(decay, (step + 1) / (step + 10))
+
+    mean: by the names of the state dict, sharded where the model is.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        """model: as `Ranks.wrap` left it; decay: of the mean, in a step."""
+        self.decay = decay
+        # Apart, since a sharded model's statistics are not sharded.
+        self.weights = (dict(model.named_parameters()), dict(model.named_buffers()))
+        saved = model.state_dict().keys()
+        for part in self.weights:
+            for name in [n for n, t in part.items() if n not in saved or not t.is_floating_point()]:
+                del part[name]
+        self.mean = {n: t.detach().clone() for part in self.weights for n, t in part.items()}
+
+    def update(self, step: int) -> None:
+        """Take in the weights that a step, counted from 0, has left."""
+        update = get_ema_multi_avg_fn(min(self.decay, (step + 1) / (step + 10)))
+        for part in self.weights:
+            if part:
+                update([self.mean[name] for name in part], list(part.values()), None)
+
+    def current(self) -> dict[str, Tensor]:
+        """The weights themselves, by the same names."""
+        return {name: tensor.detach() for part in self.weights for name, tensor in part.items()}
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Give the model the mean."""
+        for name, tensor in self.current().items():
+            tensor.copy_(self.mean[name])
 
 
 def learning_rate(peak: float, step: int, progress: float) -> float:
@@ -176,14 +219,17 @@ def train(
     utterances: list[Utterance] | Shards,
     vocabulary: str,
     state: dict[str, Any] | None,
-) -> tuple[int, float, bool]:
+) -> tuple[int, float, int | None, bool]:
     """Train until the budget is spent or a signal comes; write a checkpoint now and then.
+
+    The weights that model is left with, as a finished run's checkpoint.pt is, are those of --ema.
 
     Args:
         state: a checkpoint of `read_checkpoint` to continue, or None.
 
     Returns:
-        Steps done, seconds spent, and whether the budget is spent.
+        Steps done, seconds spent, the most bytes of GPU memory in use at a time (None: of a CPU),
+        and whether the budget is spent. All count what state had done.
     """
     device = torch.device(ranks.device)
     on_gpu = device.type == "cuda"
@@ -204,7 +250,8 @@ def train(
     optimizer = torch.optim.AdamW(
         module.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
     )
-    step, seconds = 0, 0.0
+    average = Average(model, args.ema) if args.ema else None
+    step, seconds, peak_before = 0, 0.0, 0
     position = torch.zeros(WORKERS, 2, dtype=torch.int64)  # of this rank's `Stream`
 
     def own() -> dict[str, Tensor | None]:
@@ -216,11 +263,17 @@ def train(
         ranks.seed()
     else:
         step, seconds = state["step"], state["seconds"]
+        peak_before = state.get("peak_memory") or 0  # a CPU's checkpoint has none
         if ranks.launched:
-            mine = ranks.load(state["path"], module, optimizer, own())
+            mean = average.mean if average else {}
+            mine = ranks.load(state["path"], module, optimizer, own(), mean)
         else:
             mine = state
             model.load_state_dict(state["model"])
+            if average:  # which is what the checkpoint has as its model
+                for name, tensor in average.current().items():
+                    average.mean[name].copy_(tensor)
+                model.load_state_dict(state["unaveraged"], strict=False)
             optimizer.load_state_dict(state["optimizer"])
         position = mine.get("position", position)  # checkpoints before there were shards lack it
         torch.set_rng_state(mine["rng"])
@@ -257,6 +310,9 @@ def train(
     def done() -> float:
         return step / args.steps if args.steps is not None else seconds / (60 * args.minutes)
 
+    def peak_memory() -> int | None:
+        return max(peak_before, torch.cuda.max_memory_allocated(device)) if on_gpu else None
+
     def save() -> None:
         # The schedule follows from step and seconds, and so does the next batch but for shards.
         run = {
@@ -265,13 +321,17 @@ def train(
             "options": {name: getattr(args, name) for name in BOUND},
             "step": step,
             "seconds": seconds,
+            "peak_memory": peak_memory(),
         }
         normalisation = {"mean": logmel.mean.cpu(), "std": logmel.std.cpu()}
         if ranks.launched:
             numbers = {name: values.tolist() for name, values in normalisation.items()}
             run |= {"normalisation": numbers, "ranks": ranks.size, "device": device.type}
-            ranks.save(args.out / "checkpoints", module, optimizer, own(), run)
+            mean = average.mean if average else {}
+            ranks.save(args.out / "checkpoints", module, optimizer, own(), mean, run)
             if done() >= 1:
+                if average:
+                    average.put()
                 weights = full_weights(module)
                 if ranks.rank == 0:
                     whole = {**run, "model": weights, "normalisation": normalisation}
@@ -279,6 +339,9 @@ def train(
                 ranks.wait()
         else:
             tensors = {"model": model.state_dict(), "normalisation": normalisation}
+            if average:
+                tensors["model"] |= average.mean
+                tensors["unaveraged"] = average.current()
             whole = {**run, **tensors, "optimizer": optimizer.state_dict(), **own()}
             save_atomically(whole, args.out / "checkpoint.pt")
 
@@ -297,6 +360,8 @@ def train(
             loss = gradients(forward, ranks, batches, augment, autocast=autocast)
             nn.utils.clip_grad_norm_(module.parameters(), 1.0)
             optimizer.step()
+            if average:
+                average.update(step)
             step += 1
             position[worker] = torch.tensor(goes_on)
             # The first rank's clock counts, and a signal to any rank stops all in the same step.
@@ -316,7 +381,9 @@ def train(
                 save()
                 saved = seconds
         save()
-    return step, seconds, done() >= 1
+    if average:
+        average.put()
+    return step, seconds, peak_memory(), done() >= 1
 
 
 class StopSignals:
@@ -373,6 +440,8 @@ def read_checkpoint(
             names every difference.
     """
     keys = "ranks device" if ranks.launched else "model optimizer rng cuda_rng"
+    if args.ema and not ranks.launched:
+        keys += " unaveraged"
     keys = f"{keys} normalisation vocabulary data options step seconds".split()
     try:
         if ranks.launched:
@@ -422,9 +491,17 @@ def read_checkpoint(
 
 
 def evaluate(
-    ranks: Ranks, model: AnyRecogniser, logmel: LogMel, vocabulary: str, corpus: Corpus
+    ranks: Ranks,
+    model: AnyRecogniser,
+    logmel: LogMel,
+    vocabulary: str,
+    corpus: Corpus,
+    beams: int,
 ) -> tuple[dict[str, dict], dict[str, list[str]]]:
-    """WER and CER of each held-out split, in per cent, and the transcripts."""
+    """WER and CER of each held-out split, in per cent, and the transcripts, of greedy decoding.
+
+    beams: of a prefix search whose rates are told too, where it is not 0.
+    """
     scores, transcripts = {}, {}
     for split in sorted(corpus.keys() - {"train"}, reverse=True):  # test before dev
         utterances = corpus[split]
@@ -435,10 +512,18 @@ def evaluate(
         scores[split] = {
             "speakers": len({u.speaker for u in utterances}),
             "utterances": len(utterances),
-            "wer": round(100 * jiwer.wer(said, heard), 2),
-            "cer": round(100 * jiwer.cer(said, heard), 2),
+            **rates(said, heard),
         }
+        if beams:
+            found = transcribe(model, logmel, vocabulary, mine, f"search {split}", beams)
+            scores[split]["beam"] = rates(said, ranks.gather(found))
     return scores, transcripts
+
+
+def rates(said: list[str], heard: list[str]) -> dict[str, float]:
+    """WER and CER in per cent."""
+    wer, cer = jiwer.wer(said, heard), jiwer.cer(said, heard)
+    return {"wer": round(100 * wer, 2), "cer": round(100 * cer, 2)}
 
 
 def draw_attention(
@@ -540,16 +625,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--encoder", choices=["torchaudio", "streaming"], default="torchaudio", help=" ")
     add(
         "--attention",
-        choices=["ldsa", "mhsa", "sla", "mixed"],
+        choices=["ldsa", "mhsa", "sla", "mixed", "hybrid", "bisla"],
         default="ldsa",
-        help="mhsa: torchaudio's own; streaming: sla, or mixed, three ldsa to one sla",
+        help="torchaudio: ldsa, or its own, mhsa; streaming: all, of which mhsa, hybrid (ldsa, then"
+        " mhsa) and bisla (sla both ways) are offline only; mixed is three ldsa to one sla",
     )
     window = {"type": from_0, "default": argparse.SUPPRESS}
-    add("--left", **window, help="frames of 40 ms before the current one (ldsa; 7, streaming 14)")
+    add("--left", **window, help="frames of 40 ms before the current one (ldsa; 7, in a stream 14)")
     add(
         "--right",
         **window,
-        help="frames after it in each layer, which add up to the look-ahead (ldsa; 7, streaming 0)",
+        help="frames after it in each layer, which add up to the look-ahead (ldsa; 7, in a stream"
+        " 0)",
     )
     add("--dim", type=count, default=96, help="model width")
     add("--layers", type=count, default=4, help=" ")
@@ -557,6 +644,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ffn", type=count, default=256, help="feed-forward width")
     add("--kernel", type=odd, default=15, help="frames of the depthwise convolution")
     add("--dropout", type=below_1, default=0.1, help=" ")
+    add("--ema", type=below_1, default=0, help="average weights with this decay a step; 0: do not")
+    add("--beam", type=from_0, default=0, help="test with so many beams too, beside greedily")
     add("--lr", type=positive, default=2e-3, help="peak learning rate")
     add(
         "--batch-seconds",
@@ -576,10 +665,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.dim % args.heads:
         parser.error(f"--heads must divide --dim, got {args.heads} and {args.dim}")
     streaming = args.encoder == "streaming"
-    if streaming and args.attention == "mhsa":
-        parser.error("--attention mhsa sees the whole utterance: --encoder streaming takes ldsa")
-    if not streaming and args.attention in ("sla", "mixed"):
+    if not streaming and args.attention not in ("ldsa", "mhsa"):
         parser.error(f"--attention {args.attention} is for --encoder streaming")
+    if args.beam and importlib.util.find_spec("fast_ctc_decode") is None:
+        parser.error("--beam needs fast-ctc-decode: run pip install 'ldsa_nn[examples]'")
+    streaming = streaming and args.attention in STREAM
     vars(args).setdefault("left", 14 if streaming else 7)
     vars(args).setdefault("right", 0 if streaming else 7)
     return args
@@ -672,12 +762,12 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         f"{args.encoder}, {args.attention}, {parameters:,} parameters, on {args.device}"
         + (f", {ranks.size} processes" if ranks.launched else "")
     )
-    steps, seconds, finished = train(args, ranks, model, logmel, heard, vocabulary, state)
+    steps, seconds, peak, finished = train(args, ranks, model, logmel, heard, vocabulary, state)
     if not finished:
         raise SystemExit(f"stopped after {steps} steps: the same command with --resume goes on")
     if ranks.launched:  # the trained model may be a part of one
         model = load_recogniser(checkpoint)[0].to(ranks.device)
-    scores, transcripts = evaluate(ranks, model, logmel, vocabulary, corpus)
+    scores, transcripts = evaluate(ranks, model, logmel, vocabulary, corpus, args.beam)
     if ranks.rank:
         return {}
 
@@ -687,7 +777,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     for i in range(0, len(utterances), -(-len(utterances) // 6)):
         print(f"  {utterances[i].text}\n  {heard[i]}\n")
     files = "checkpoint.pt, results.json"
-    if args.attention != "sla":
+    if model.last_attention is not None:
         middling = sorted(utterances, key=lambda u: len(u.audio))[len(utterances) // 2]
         draw_attention(args.out / "attention.png", model, logmel, middling, args.left, args.right)
         files += ", attention.png"
@@ -701,12 +791,17 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         "minutes": round(seconds / 60, 2),
         "device": torch.cuda.get_device_name() if "cuda" in args.device else args.device,
         "processes": ranks.size,
+        "peak_memory_mib": None if peak is None else round(peak / 2**20, 1),
+        "delay_ms": None if model.delay is None else model.delay * 1000 * HOP // SAMPLE_RATE,
         "options": {
-            name: getattr(args, name) for name in [*BOUND, "accumulate", "fsdp", "bf16", "compile"]
+            name: getattr(args, name)
+            for name in [*BOUND, "accumulate", "fsdp", "bf16", "compile", "beam"]
         },
         "held_out": scores,
     }
-    (args.out / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    part = args.out / ".results.json"
+    part.write_text(json.dumps(results, indent=2) + "\n")
+    os.replace(part, args.out / "results.json")  # whoever finds it finds all of it
     print("attention  parameters   steps  minutes  unheard     speakers  utterances  WER %  CER %")
     for name, score in scores.items():
         print(
@@ -714,10 +809,14 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
             f"{score['speakers']:8}  {score['utterances']:10}  {score['wer']:5.1f}  "
             f"{score['cer']:5.1f}"
         )
+    if args.beam:
+        for name, score in scores.items():
+            wer, cer = score["beam"]["wer"], score["beam"]["cer"]
+            print(f"with {args.beam} beams, {name}: WER {wer:.1f} %, CER {cer:.1f} %")
     if source == "synthetic":
         print("Synthetic speech: these rates say nothing about recordings.")
     print(f"In {args.out}: {files}")
-    if args.encoder == "streaming":
+    if model.delay is not None:
         print(f"To transcribe live: python examples/stream.py --checkpoint {checkpoint} FILE")
     print("To train on: the same command with --resume and a larger --minutes or --steps")
     return results

@@ -109,8 +109,8 @@ def test_two_ranks_equal_one_process_and_fsdp_equals_ddp(tmp_path):
 
 # A rank dies between two steps in mid-epoch, and another while it writes the checkpoint of a step.
 DEATHS = {
-    "ddp": (STREAMING, [1, "kill", 7], 6),
-    "fsdp": (["--fsdp", "--bf16"], [0, "save", 7], 6),
+    "ddp": ([*STREAMING, "--ema", "0.9"], [1, "kill", 7], 6),
+    "fsdp": (["--fsdp", "--bf16", "--ema", "0.9"], [0, "save", 7], 6),
 }
 
 
@@ -138,11 +138,16 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path):
         expected, found = everything(whole), everything(killed)
         assert expected.keys() == found.keys()
         assert {"/rank0/rng", "/rank1/rng", "/rank1/position"} <= found.keys()
+        final = weights(whole)
+        mean = {p[6:]: t for p, t in expected.items() if p.startswith("/mean/")}
+        assert {"head.weight", "head.bias"} < mean.keys() <= final.keys()
+        assert all(torch.equal(tensor, final[name]) for name, tensor in mean.items())
+        assert not torch.equal(expected["/model/head.weight"], final["head.weight"])
         for path, value in expected.items():
             other = found[path]
             same = torch.equal(value, other) if torch.is_tensor(value) else value == other
             assert same, (name, path)
-        for path, weight in weights(whole).items():
+        for path, weight in final.items():
             assert torch.equal(weight, weights(killed)[path]), (name, path)
 
 
@@ -218,10 +223,11 @@ def test_on_two_gpus_fsdp_equals_ddp(tmp_path):
 @two_gpus
 @pytest.mark.parametrize("options", [["--bf16", "--compile"], ["--fsdp", "--bf16", *COMPILE]])
 def test_on_two_gpus_killed_and_resumed(tmp_path, options):
-    arguments = [*STREAMING, *options, "--steps", "9", "--out", str(tmp_path)]
+    arguments = [*STREAMING, *options, "--ema", "0.9", "--steps", "9", "--out", str(tmp_path)]
     assert torchrun({"arguments": arguments, "die": [0, "save", 7]}, gpu=True).returncode != 0
     job = torchrun({"arguments": [*arguments, "--resume"]}, gpu=True)
     assert job.returncode == 0, job.stderr
     found = everything(tmp_path)
     assert found["/step"] == 9
     assert "/rank1/cuda_rng" in found
+    assert torch.equal(found["/mean/head.weight"].cpu(), weights(tmp_path)["head.weight"])

@@ -348,6 +348,9 @@ def test_unusable_checkpoints(tmp_path, wav):
     refuses(f"is no checkpoint of train_ctc.py{how}", "--checkpoint", str(path), wav(9))
     checkpoint(path)
     refuses(f"holds a torchaudio Conformer, which can{how}", "--checkpoint", str(path), wav(9))
+    for attention in ("mhsa", "bisla"):
+        checkpoint(path, "--encoder", "streaming", "--attention", attention)
+        refuses(f"attention to the whole utterance, .*{how}", "--checkpoint", str(path), wav(9))
 
 
 def test_unusable_audio(saved, tmp_path, wav, monkeypatch):

@@ -25,6 +25,7 @@ MODELS = {
     "mhsa": ["--attention", "mhsa"],
     "streaming": ["--encoder", "streaming"],
 }
+OFFLINE = ["mhsa", "hybrid", "bisla"]
 TINY = "--dim 16 --layers 2 --heads 2 --ffn 16 --kernel 3 --left 3 --right 2 --batch-seconds 2"
 
 
@@ -128,6 +129,63 @@ def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
     for name, value in states[0]["model"].items():
         assert torch.equal(value, states[1]["model"][name]), name
     assert torch.equal(states[0]["rng"], states[1]["rng"])
+
+
+def test_averaged_weights_are_the_mean_of_every_steps(run, tmp_path, monkeypatch):
+    """BatchNorm's statistics too; the checkpoint's model and the one tested are the mean."""
+    seen, tested = [], []
+    update, evaluate = train_ctc.Average.update, train_ctc.evaluate
+
+    def watch(average, step):
+        update(average, step)
+        seen.append({name: weight.clone() for name, weight in average.current().items()})
+
+    def judge(ranks, model, *others):
+        tested.append({name: weight.clone() for name, weight in model.state_dict().items()})
+        return evaluate(ranks, model, *others)
+
+    monkeypatch.setattr(train_ctc.Average, "update", watch)
+    monkeypatch.setattr(train_ctc, "evaluate", judge)
+    run("--steps", "9", "--ema", "0.4")
+    state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    start = recogniser.build(vars(train_ctc.parse(TINY.split())), "ABC").state_dict()
+    assert len(seen) == 9
+    assert any("running_var" in name for name in seen[0])
+    for name, mean in state["model"].items():
+        if name in seen[0]:
+            expected = start[name].double()
+            for step, weights in enumerate(seen):
+                decay = min(0.4, (step + 1) / (step + 10))
+                expected = decay * expected + (1 - decay) * weights[name]
+            torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(state["unaveraged"][name], seen[-1][name])
+        assert torch.equal(tested[0][name], mean)
+    moved = "head.weight"
+    assert not torch.equal(state["model"][moved], seen[-1][moved])
+
+
+def test_averaging_changes_no_step_and_resumes_to_the_bit(run, tmp_path, monkeypatch):
+    plain = run("--steps", "6", "--out", str(tmp_path / "plain"))
+    whole = run("--steps", "6", "--ema", "0.5", "--out", str(tmp_path / "whole"))
+    with monkeypatch.context() as patched:
+        interrupt_after(patched, batches=3)
+        with pytest.raises(SystemExit, match="stopped after 3 steps"):
+            run("--steps", "6", "--ema", "0.5")
+    with pytest.raises(SystemExit, match=r"--ema is 0\.5 there and 0\.6 here"):
+        run("--steps", "6", "--ema", "0.6", "--resume")
+    resumed = run("--steps", "6", "--ema", "0.5", "--resume")
+    assert resumed["held_out"] == whole["held_out"]
+    states = {
+        name: torch.load(tmp_path / name / "checkpoint.pt", weights_only=True)
+        for name in ("plain", "whole", "out")
+    }
+    assert plain["options"]["ema"] == 0
+    assert "unaveraged" not in states["plain"]
+    for part in ("model", "unaveraged"):
+        for name, value in states["whole"][part].items():
+            assert torch.equal(value, states["out"][part][name]), name
+    for name, value in states["whole"]["unaveraged"].items():
+        assert torch.equal(value, states["plain"]["model"][name]), name
 
 
 def test_resuming_a_finished_run_trains_on_only_with_a_larger_budget(run):
@@ -237,7 +295,7 @@ def test_an_unusable_out_is_found_before_the_corpus_is_read(tmp_path, monkeypatc
     "argument",
     "--minutes=0 --minutes=nan --steps=0 --steps=-3 --steps=x --kernel=4 --left=-1 --right=-1"
     " --dropout=1.0 --layers=0 --dim=0 --heads=0 --ffn=0 --batch-seconds=0 --lr=nan --lr=inf"
-    " --threads=0 --seed=-1".split(),
+    " --threads=0 --seed=-1 --ema=1 --beam=-1".split(),
 )
 def test_numbers_out_of_range_are_refused(capsys, argument):
     with pytest.raises(SystemExit):
@@ -266,12 +324,13 @@ def test_a_streaming_encoder_looks_back_unless_told_otherwise(capsys):
     assert windows == [(7, 7), (14, 0), (3, 2)]
     model = recogniser.build(vars(train_ctc.parse([*MODELS["streaming"], *TINY.split()])), "AB")
     assert model.encoder.delay == 4 * 2 * 2  # two layers that look two frames of four ahead
-    with pytest.raises(SystemExit):
-        train_ctc.parse(["--encoder", "streaming", "--attention", "mhsa"])
-    assert "--attention mhsa sees the whole utterance" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        train_ctc.parse(["--attention", "mixed"])
-    assert "--attention mixed is for --encoder streaming" in capsys.readouterr().err
+    for attention in OFFLINE:
+        args = train_ctc.parse(["--encoder", "streaming", "--attention", attention])
+        assert (args.left, args.right) == (7, 7)
+    for attention in ("mixed", "hybrid", "bisla"):
+        with pytest.raises(SystemExit):
+            train_ctc.parse(["--attention", attention])
+        assert f"--attention {attention} is for --encoder streaming" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -282,6 +341,7 @@ def test_with_global_attention(run, tmp_path, capsys, attention, kinds, drawn):
     """Of sla there are no weights to draw; of both, the local layer's are."""
     results = run(*MODELS["streaming"], "--attention", attention, "--steps", "2")
     assert results["attention"] == attention
+    assert results["delay_ms"] == 40 * 2 * kinds.count("ldsa")
     assert (tmp_path / "out" / "attention.png").exists() == drawn
     assert ("attention.png" in capsys.readouterr().out) == drawn
     model, _, _ = recogniser.load_recogniser(tmp_path / "out" / "checkpoint.pt")
@@ -289,8 +349,26 @@ def test_with_global_attention(run, tmp_path, capsys, attention, kinds, drawn):
     assert model.encoder.delay == 4 * 2 * kinds.count("ldsa")
 
 
-def test_padding_changes_nothing_in_a_streaming_recogniser():
-    model = recogniser.build(vars(train_ctc.parse([*MODELS["streaming"], *TINY.split()])), "AB")
+@pytest.mark.parametrize("attention", OFFLINE)
+def test_with_attention_to_the_whole_utterance(run, tmp_path, capsys, attention):
+    results = run(*MODELS["streaming"], "--attention", attention, "--steps", "2")
+    assert results["delay_ms"] is None
+    assert (tmp_path / "out" / "attention.png").exists() == (attention == "hybrid")
+    assert "examples/stream.py" not in capsys.readouterr().out
+    model, _, _ = recogniser.load_recogniser(tmp_path / "out" / "checkpoint.pt")
+    features = torch.randn(1, 90, 80)
+    with torch.no_grad():
+        logits = model(features, torch.tensor([90]))
+        features[:, 80:] += torch.randn(10, 80)
+        assert not torch.equal(model(features, torch.tensor([90]))[0, 0], logits[0, 0])
+    with pytest.raises(NotImplementedError):
+        model.encoder.init_state(1)
+
+
+@pytest.mark.parametrize("attention", ["ldsa", *OFFLINE])
+def test_padding_changes_nothing_in_a_streaming_recogniser(attention):
+    arguments = [*MODELS["streaming"], *TINY.split(), "--attention", attention]
+    model = recogniser.build(vars(train_ctc.parse(arguments)), "AB")
     features = torch.randn(2, 50, 80)
     with torch.no_grad():
         alone = model.eval()(features[1:, :30], torch.tensor([30]))
@@ -376,9 +454,58 @@ def test_greedy_text():
     assert recogniser.greedy_text([0, 0], " AB") == ""
 
 
-@pytest.mark.parametrize("name", MODELS)
+def likeliest(probabilities: torch.Tensor, vocabulary: str) -> str:
+    """The text whose alignments' probabilities sum to most, of all alignments there are."""
+    sums = {}
+    for path in itertools.product(range(probabilities.shape[1]), repeat=len(probabilities)):
+        text = recogniser.greedy_text(list(path), vocabulary)
+        sums[text] = sums.get(text, 0) + math.prod(
+            float(p[symbol]) for p, symbol in zip(probabilities, path, strict=True)
+        )
+    return max(sums, key=sums.__getitem__)
+
+
+def test_beams_find_the_likeliest_text():
+    pytest.importorskip("fast_ctc_decode")
+    torch.manual_seed(0)
+    differ = 0
+    for _ in range(60):
+        logits = 2 * torch.randn(5, 3, dtype=torch.float64)
+        expected = likeliest(logits.softmax(-1), "AÉ")
+        assert recogniser.beam_text(logits, "AÉ", 100) == expected
+        differ += recogniser.greedy_text(logits.argmax(-1).tolist(), "AÉ") != expected
+    assert differ > 3  # where the best alignment is not of the best text
+    spaced = 9 * torch.eye(3, dtype=torch.float64)[[1, 2, 1, 0, 1, 2, 1]]
+    assert recogniser.beam_text(spaced, " A", 10) == "A A"
+    # As certain as a trained model, and a minute and a half long.
+    certain = 30 * torch.eye(4)[torch.randint(4, (2500,))]
+    assert recogniser.beam_text(certain.bfloat16(), "ABC", 10) == recogniser.greedy_text(
+        certain.argmax(-1).tolist(), "ABC"
+    )
+
+
+def test_a_run_with_beams_tells_both_rates(run, capsys):
+    pytest.importorskip("fast_ctc_decode")
+    results = run("--steps", "2", "--beam", "4")
+    score = results["held_out"]["test"]
+    assert score["beam"].keys() == {"wer", "cer"}
+    assert f"with 4 beams, test: WER {score['beam']['wer']:.1f} %" in capsys.readouterr().out
+    again = run("--steps", "2", "--resume")  # a checkpoint is not bound to how it is tested
+    assert again["held_out"]["test"] == {k: v for k, v in score.items() if k != "beam"}
+
+
+def test_beams_without_their_library_are_refused(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "fast_ctc_decode", None)
+    monkeypatch.setattr(train_ctc.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        train_ctc.parse(["--beam", "4"])
+    assert "--beam needs fast-ctc-decode: run pip install" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [*MODELS, "hybrid"])
 def test_attention_weights(name):
-    options = vars(train_ctc.parse([*TINY.split(), *MODELS[name]]))
+    model = MODELS.get(name) or [*MODELS["streaming"], "--attention", name]
+    options = vars(train_ctc.parse([*TINY.split(), *model]))
     model = recogniser.build(options, "ABC").eval()
     features, lengths = torch.randn(1, 90, 80), torch.tensor([90])
     weights = recogniser.attention_weights(model, features, lengths, 3, 2)
@@ -416,11 +543,13 @@ def test_one_compilation_serves_all_lengths(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", MODELS)
 def test_on_a_gpu_in_bf16_compiled_and_resumed(run, name):
-    options = [*MODELS[name], "--device", "cuda", "--bf16", "--compile"]
-    assert run("--steps", "10", *options)["steps"] == 10
+    options = [*MODELS[name], "--device", "cuda", "--bf16", "--compile", "--ema", "0.9"]
+    first = run("--steps", "10", *options)
+    assert first["steps"] == 10
     torch.compiler.reset()
     results = run("--steps", "20", "--resume", *options)
     assert results["steps"] == 20
+    assert results["peak_memory_mib"] >= first["peak_memory_mib"] > 0
     assert results["held_out"]["test"]["cer"] >= 0
 
 
