@@ -285,6 +285,7 @@ def train(
     options: dict[str, Any] = {
         "pin_memory": on_gpu,
         "generator": torch.Generator(),  # the global one, which checkpoints hold, is left alone
+        "worker_init_fn": outlive_sigterm,
     }
     if isinstance(utterances, Shards):
         stream = Stream(
@@ -401,6 +402,11 @@ class StopSignals:
     def __exit__(self, *_: object) -> None:
         for number, handler in self.old.items():
             signal.signal(number, handler)
+
+
+def outlive_sigterm(worker: int) -> None:
+    """SIGTERM may go to all processes: a worker that died of it would end the run unsaved."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def save_atomically(state: dict[str, Any], path: Path) -> None:

@@ -483,7 +483,11 @@ WRONG = {
     "heads": ({"g": torch.zeros(2, 9, 2, 2)}, ValueError, "g must agree with q in B, T and H"),
     "tiles": ({"g": torch.zeros(2, 9, 1, 3)}, ValueError, "divides K = 8, got 3"),
     "no_tiles": ({"g": torch.zeros(2, 9, 1, 0)}, ValueError, "divides K = 8, got 0"),
-    "no_values": ({"v": torch.zeros(2, 9, 1, 0)}, ValueError, "v must have a last dimension >= 1"),
+    "no_values": (
+        {"v": torch.zeros(2, 9, 1, 0)},
+        ValueError,
+        r"v must have a last dimension >= 1, got \(2, 9, 1, 0\)",
+    ),
     "state": ({"initial_state": torch.zeros(2, 1, 6, 8)}, ValueError, r"\[2, 1, 8, 6\], got"),
     "state_rank": (
         {"initial_state": torch.zeros(2, 8, 6)},
@@ -853,3 +857,39 @@ def test_offsets_beyond_32_bits():
     wanted = torch.autograd.grad(expected, alone, grad[:, -tail:])
     # exp(-20) of the past is left, which tips the rounding of a few numbers.
     assert near([x[:, -tail:] for x in (out, *grads)], (expected, *wanted), 1e-4)
+
+
+# Odd mixes
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "g", "beta"])
+def test_one_tensor_in_float64(name):
+    """All of the sums are in float64 then, with gradients in each tensor's dtype."""
+    (*tensors, _), _, _ = make(DeltaCase("mixed", 1, 20, 1, 8, 2, 4))
+    place = ["q", "k", "v", "g", "beta"].index(name)
+    tensors[place] = tensors[place].double()
+    inputs = [x.detach().requires_grad_() for x in tensors]
+    grads = torch.autograd.grad(tiled_delta_rule(*inputs, implementation="eager")[0].sum(), inputs)
+    wide = [x.detach().double().requires_grad_() for x in tensors]
+    wanted = torch.autograd.grad(tiled_delta_rule(*wide, implementation="eager")[0].sum(), wide)
+    assert [x.dtype for x in grads] == [x.dtype for x in tensors]
+    for x, y in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(x.double(), y, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "triton"])
+def test_forward_mode_is_refused(implementation):
+    (*tensors, _), _, _ = make(DeltaCase("forward", 1, 20, 1, 16, 2, 16))
+
+    def function(v):
+        q, k, _, g, beta = tensors
+        return tiled_delta_rule(q, k, v, g, beta, implementation=implementation)[0]
+
+    with pytest.raises(RuntimeError, match=r"^tiled_delta_rule: forward-mode"):
+        torch.func.jvp(function, (tensors[2],), (tensors[2],))
+
+
+def test_padded_width_is_named():
+    (*tensors, _), _, _ = make(DeltaCase("wide", 1, 20, 1, 250, 5, 4))
+    with pytest.raises(RuntimeError, match=r"q has key width 250, 320 with its 5 tiles padded"):
+        tiled_delta_rule(*tensors, implementation="triton")

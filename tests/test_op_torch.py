@@ -77,6 +77,38 @@ def test_jit_trace_records_the_operator():
     assert torch.equal(traced(a_logits, v), function(a_logits, v))
 
 
+def test_transforms_keep_to_the_operator():
+    """Of an op that takes no part in the transform."""
+    a_logits, v, grad, _ = make(PLAIN, DEVICE)
+
+    def function(a_logits=a_logits, v=v):
+        return ldsa_local_attention(a_logits, v, 3, 2, implementation="triton")
+
+    out, three = function(), torch.arange(3.0, device=DEVICE)
+    scaled = torch.vmap(lambda s: function() * s)(three)
+    assert torch.equal(scaled, torch.stack([out * s for s in three]))
+    slope = torch.func.grad(lambda s: (function() * s).sum())(three[1])
+    torch.testing.assert_close(slope, out.sum())
+    assert torch.equal(torch.func.functionalize(function)(a_logits, v), out)
+    x = v.clone().requires_grad_()
+    grads = torch.stack([grad, 2 * grad])
+    (batched,) = torch.autograd.grad(function(v=x), x, grads, is_grads_batched=True)
+    (one,) = torch.autograd.grad(function(v=x), x, grad)
+    torch.testing.assert_close(batched, torch.stack([one, 2 * one]))
+
+
+def test_forward_mode_is_refused():
+    a_logits, v, _, _ = make(PLAIN, DEVICE)
+    options = {"left": 3, "right": 2, "implementation": "triton"}
+    function = functools.partial(ldsa_local_attention, a_logits, **options)
+    with pytest.raises(RuntimeError, match=r"^ldsa_local_attention: forward-mode"):
+        torch.func.jvp(function, (v,), (v,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, v)
+        with pytest.raises(RuntimeError, match=r"^ldsa_local_attention: forward-mode"):
+            function(dual)
+
+
 def is_float(x):
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
@@ -124,9 +156,10 @@ def test_fake_results_are_laid_out_as_real_ones(case):
         assert (x.shape, x.stride(), x.dtype, x.device) == (y.shape, y.stride(), y.dtype, y.device)
 
 
-def test_meta_tensors():
+def test_meta_tensors(implementation):
     v = torch.empty(2, 21, 2, 8, device="meta").permute(0, 2, 3, 1)
-    out = ldsa_local_attention(torch.empty(2, 2, 6, 21, device="meta"), v, 3, 2)
+    logits = torch.empty(2, 2, 6, 21, device="meta")
+    out = ldsa_local_attention(logits, v, 3, 2, implementation=implementation)
     assert out.is_meta and out.shape == v.shape and out.stride() == v.stride()
 
 

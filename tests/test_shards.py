@@ -3,7 +3,9 @@
 import io
 import itertools
 import json
+import os
 import signal
+import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -15,7 +17,8 @@ import torch
 soundfile = pytest.importorskip("soundfile")
 for package in ("torchaudio", "jiwer", "matplotlib"):
     pytest.importorskip(package)
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+sys.path.insert(0, str(EXAMPLES))
 
 import data  # noqa: E402
 import shards  # noqa: E402
@@ -342,3 +345,36 @@ def test_training_on_shards_resumes_where_it_was(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"the training data is shards-shards, \w+ there and"):
         run("out", "--resume")
     torch.set_num_threads(threads)
+
+
+TERMINATED = """
+import os, subprocess, sys
+import train_ctc
+
+gradients, calls = train_ctc.gradients, []
+
+def counted(*args, **options):
+    calls.append(0)
+    if len(calls) == 3:
+        # Of another process, as a scheduler is: workers end quietly where their parent sends it.
+        subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"])
+    return gradients(*args, **options)
+
+train_ctc.gradients = counted
+train_ctc.main(sys.argv[1:])
+"""
+
+
+def test_a_scheduler_that_ends_all_processes_finds_a_checkpoint(packed, tmp_path):
+    """The workers that read shards get the signal too."""
+    options = [*TINY.split(), "--steps", "1000", "--out", str(tmp_path / "out")]
+    job = subprocess.run(
+        [sys.executable, "-c", TERMINATED, "--shards", packed[0], *options],
+        env=os.environ | {"PYTHONPATH": f"{EXAMPLES}{os.pathsep}{EXAMPLES.parent}"},
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "stopped after 3 steps" in job.stderr and job.returncode == 1, job.stderr
+    assert torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)["step"] == 3

@@ -226,6 +226,7 @@ CONSTRUCTOR = [
     (dict(conv_kernel=0), ValueError, "conv_kernel must be >= 1, got 0"),
     (dict(value_dim=2.0), TypeError, "value_dim must be an int, got float 2.0"),
     (dict(key_dim=True), TypeError, "key_dim must be an int"),
+    (dict(bidirectional="no"), TypeError, "bidirectional must be a bool, got 'no'"),
     (dict(state_dtype=torch.float16), ValueError, "state_dtype must be float32 or bfloat16"),
 ]
 
@@ -234,6 +235,11 @@ CONSTRUCTOR = [
 def test_constructor_errors(options, kind, message):
     with pytest.raises(kind, match=message):
         build(**options)
+
+
+def test_lengths_by_position_are_no_key():
+    with pytest.raises(ValueError, match=r"key must have shape \[B,T,D\] with D=6, got \[2\]"):
+        build()(random(2, 3, 6), torch.tensor([3, 1]))
 
 
 # Streaming

@@ -96,7 +96,7 @@ _local_attention_backward.register_autograd(_no_double_backward)
 
 
 def refuse_forward_mode(name, *tensors):
-    """Raise where forward-mode derivatives are wanted: a custom op would silently leave them out."""
+    """Raise where forward-mode derivatives are wanted: a custom op silently leaves them out."""
     if forward_ad._current_level >= 0 and any(
         x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
@@ -107,11 +107,12 @@ def _plain(x):
     """Whether nothing but the device works on tensors like x: no tracer, transform or subclass."""
     return (
         type(x) is torch.Tensor
-        and not x.is_meta
-        and not torch._C._are_functorch_transforms_active()
         and not torch.compiler.is_compiling()
         and not torch.jit.is_tracing()
         and not is_in_torch_dispatch_mode()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._has_storage(x)  # a batched tensor has none
+        and not x.is_meta
     )
 
 
