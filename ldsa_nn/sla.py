@@ -62,6 +62,9 @@ class SystolicLinearAttention(nn.Module):
 
     Raises:
         ValueError, TypeError: an argument has the wrong type or value.
+
+    Source: "Systolic Linear Attention: Co-Designing Tile-Grouped Gated Delta Attention for TPUs"
+    (Google).
     """
 
     def __init__(

@@ -218,7 +218,10 @@ def tiled_delta_rule(
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or value.
         RuntimeError: implementation="triton" and the kernels cannot take these inputs; or double
-            backward.
+            backward, or forward-mode derivatives of what is not computed frame by frame.
+
+    Source: "Systolic Linear Attention: Co-Designing Tile-Grouped Gated Delta Attention for TPUs"
+    (Google), which defines the recurrence; the chunk form is derived in the package's README.md.
     """
     check_delta(q, k, v, g, beta, scale, initial_state, lengths, cu_seqlens)
     if implementation not in IMPLEMENTATIONS:

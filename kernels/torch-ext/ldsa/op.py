@@ -200,7 +200,7 @@ def ldsa_local_attention(
     Raises:
         ValueError, TypeError: an argument has the wrong shape, dtype, device or value.
         RuntimeError: implementation="triton" and the fused kernel cannot take these inputs; or
-            double backward through the fused kernel.
+            double backward or forward-mode derivatives through the fused kernel.
 
     Source: Xu, Li, Zhang, ICASSP 2021, arXiv 2010.12155.
     """
