@@ -436,6 +436,37 @@ def test_dropout_mask(implementation):
     assert near((other != 0)[..., left : T - right].eq(inner).double(), both)
 
 
+@pytest.mark.parametrize(("left", "right"), [(14, 0), (10, 9), (40, 3)], ids=str)
+@pytest.mark.parametrize("layout", ["channel_last", "time_last"])
+def test_dropout_mask_in_blocks_of_other_sizes(layout, left, right):
+    """The kernels' blocks of frames differ with window, memory order and direction."""
+    shape = (1, 80, 2, left + 1 + right) if layout == "channel_last" else (1, 2, 44, 80)
+    a_logits = random(*shape[:2], shape[2], shape[3])
+    if layout == "channel_last":
+        a_logits = a_logits.permute(0, 2, 3, 1)
+    else:
+        a_logits = a_logits[:, :, : left + 1 + right]
+    forward, backward = used_weights(a_logits, left, right, 0.4, "triton", seed=0)
+    assert torch.equal(forward != 0, backward != 0)
+    expected, _ = used_weights(a_logits.contiguous(), left, right, 0.4, "triton", seed=0)
+    assert torch.equal(forward != 0, expected != 0)
+    inside = forward[..., left : 80 - right] if left + right < 70 else forward
+    share = (inside != 0).double().mean().item()
+    assert abs(share - 0.6) < 5 * math.sqrt(0.24 / inside.numel())
+
+
+def test_dropout_of_nearly_all():
+    """No weight overflows float16: one not dropped is finite, and times 0 it is 0."""
+    a_logits = random(8, 8, 15, 640, dtype=torch.float16)
+    v = torch.full((8, 8, 1, 640), 1e-3, dtype=torch.float16, device=DEVICE)
+    out = ldsa_local_attention(
+        a_logits, v, 14, 0, dropout_p=1 - 1e-9, implementation="triton"
+    ).float()
+    assert out.isfinite().all()
+    kept = 8 * 8 * (15 * 640 - 105) / 2**15  # 105 slots lie before frame 0
+    assert 0.2 * kept < (out != 0).sum() < 3 * kept
+
+
 @pytest.mark.parametrize("edge", ["zero", "renormalize"])
 def test_dropout_gradients(implementation, edge):
     """Those of the same sum with the mask as a constant, sequences of uneven length included."""

@@ -26,6 +26,7 @@ if triton is not None:
         align,
         band_tile,
         drop,
+        dropout_keys,
         in_first_tile,
         kept_slots,
         load_logits,
@@ -134,8 +135,9 @@ if triton is not None:
                 LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
             )  # fmt: skip
             if seed_ptr is not None:
-                kept = kept_slots(seed_ptr, bh * n_frames + t0, dropout_p, W, BLOCK)
-                weights = drop(weights, kept, SHIFT, W, BLOCK, RING)
+                keys = dropout_keys(seed_ptr, bh)
+                kept = kept_slots(keys, t0, dropout_p, SHIFT, BLOCK, RING)
+                weights = drop(weights, kept, dropout_p, RING)
             for c in range(CHUNKS):
                 if CHUNKS == 1:
                     tiles = values
@@ -148,8 +150,6 @@ if triton is not None:
                 for j in tl.static_range(RING + 1):
                     p = band_tile(weights, j, SHIFT, BLOCK, RING).to(DTYPE)
                     acc = tl.dot(p, pin(tiles[j], PIN), acc, input_precision=PRECISION)
-                if seed_ptr is not None:
-                    acc = acc / (1.0 - dropout_p)
                 store_tile(
                     out_ptr, acc, stride_ot, stride_od, t0, c * BLOCK_D, start, end, n_frames,
                     DH, BLOCK, BLOCK_D, VECTOR_V,
@@ -250,6 +250,8 @@ if triton is not None:
             grad_v_ptr += align(b * stride_dvb + h * stride_dvh, ALIGN_V)
         CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
         if (t0 < end) & (t0 + (STEPS + RING) * BLOCK > start):
+            if seed_ptr is not None:
+                keys = dropout_keys(seed_ptr, bh)
             window = ()
             bands = ()
             grads = ()
@@ -277,8 +279,8 @@ if triton is not None:
                 )  # fmt: skip
                 dropped = weights
                 if seed_ptr is not None:
-                    kept = kept_slots(seed_ptr, bh * n_frames + ti, dropout_p, W, BLOCK)
-                    dropped = drop(weights, kept, SHIFT, W, BLOCK, RING)
+                    kept = kept_slots(keys, ti, dropout_p, SHIFT, BLOCK, RING)
+                    dropped = drop(weights, kept, dropout_p, RING)
                 if (grad_logits_ptr is not None) and (i < STEPS):
                     if CHUNKS == 1:
                         window = window[1:]
@@ -309,15 +311,13 @@ if triton is not None:
                     for j in tl.static_range(1, RING):
                         d_weights = d_weights + (d_band[j],)
                     if seed_ptr is not None:
-                        d_weights = drop(d_weights, kept, SHIFT, W, BLOCK, RING)
+                        d_weights = drop(d_weights, kept, dropout_p, RING)
                     total = tl.zeros([BLOCK, 1], tl.float32)
                     for j in tl.static_range(RING):
                         total += tl.sum(weights[j] * d_weights[j], axis=1)[:, None]
                     d_logits = ()
                     for j in tl.static_range(RING):
                         d_logit = weights[j] * (d_weights[j] - total)
-                        if seed_ptr is not None:
-                            d_logit = d_logit / (1.0 - dropout_p)
                         d_logits = d_logits + (d_logit,)
                     store_logits(
                         grad_logits_ptr, d_logits, stride_dat, stride_daw, ti, start, end, n_frames,
@@ -342,8 +342,6 @@ if triton is not None:
                                         start, end, 0.0, DH, BLOCK, BLOCK_D, VECTOR_V,
                                     ).to(DTYPE)  # fmt: skip
                                 d_v = tl.dot(bands[i - j][j], g, d_v, input_precision=PRECISION)
-                            if seed_ptr is not None:
-                                d_v = d_v / (1.0 - dropout_p)
                             store_tile(
                                 grad_v_ptr, d_v, stride_dvt, stride_dvd, ti - (LEFT + SHIFT),
                                 c * BLOCK_D, start, end, n_frames, DH, BLOCK, BLOCK_D, VECTOR_V,

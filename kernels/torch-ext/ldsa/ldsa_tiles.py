@@ -14,6 +14,7 @@ __all__ = [
     "align",
     "band_tile",
     "drop",
+    "dropout_keys",
     "in_first_tile",
     "kept_slots",
     "load_logits",
@@ -301,51 +302,53 @@ if triton is not None:
         return x
 
     @triton.jit
-    def kept_slots(seed_ptr, row0, p, W: tl.constexpr, BLOCK: tl.constexpr):
-        """Which weights of BLOCK rows dropout keeps: word w, int32 [BLOCK], has slots 32w..32w+31.
-
-        A function of seed, row and slot alone, so that every program that needs a row, in either
-        direction, draws the same mask; row0 counts (b, h, t) rows. A Philox call serves eight slots
-        with 16 bits each.
+    def _mixed(x):
+        """A number for each uint32, whose upper bits depend on all of x: MurmurHash3's finalizer but
+        for its last step, which would mix the lower bits.
         """
-        seed = tl.load(seed_ptr)
-        WORDS: tl.constexpr = (W + 31) // 32
-        rows = (row0 + tl.arange(0, BLOCK))[:, None]
-        part = tl.arange(0, 4)[None, :]
-        threshold = tl.full([1, 1], p * 65536.0 + 0.5, tl.float32).to(tl.uint32)
-        words = ()
-        for w in tl.static_range(WORDS):
-            r0, r1, r2, r3 = tl.randint4x(seed, rows * (4 * WORDS) + (4 * w + part))
-            bits = ((r0 & 0xFFFF) >= threshold).to(tl.uint32)
-            bits |= ((r0 >> 16) >= threshold).to(tl.uint32) << 1
-            bits |= ((r1 & 0xFFFF) >= threshold).to(tl.uint32) << 2
-            bits |= ((r1 >> 16) >= threshold).to(tl.uint32) << 3
-            bits |= ((r2 & 0xFFFF) >= threshold).to(tl.uint32) << 4
-            bits |= ((r2 >> 16) >= threshold).to(tl.uint32) << 5
-            bits |= ((r3 & 0xFFFF) >= threshold).to(tl.uint32) << 6
-            bits |= ((r3 >> 16) >= threshold).to(tl.uint32) << 7
-            words = words + (tl.sum(bits << (8 * part).to(tl.uint32), axis=1),)
-        return words
+        x = (x ^ (x >> 16)) * tl.full([], 0x85EBCA6B, tl.uint32)
+        return (x ^ (x >> 13)) * tl.full([], 0xC2B2AE35, tl.uint32)
 
     @triton.jit
-    def drop(
-        tiles,
-        words,
+    def dropout_keys(seed_ptr, bh):
+        """Two random uint32 numbers for head and sequence `bh`."""
+        seed = tl.load(seed_ptr)
+        first = _mixed(seed.to(tl.uint32) ^ _mixed(bh.to(tl.uint32)))
+        return first, _mixed((seed >> 32).to(tl.uint32) ^ first)
+
+    @triton.jit
+    def kept_slots(
+        keys,
+        t0,
+        p,
         SHIFT: tl.constexpr,
-        W: tl.constexpr,
         BLOCK: tl.constexpr,
         RING: tl.constexpr,
     ):
-        """Ring tiles with 0 in the slots that are not kept."""
+        """Ring tiles of bool: which weights of frames t0.. dropout keeps.
+
+        A function of the keys, frame and slot alone, so that every program that needs a row, in
+        either direction, draws the same mask. Each slot is hashed by itself, where its weight is:
+        numbers that one call makes for several would have to be moved there.
+        """
+        first, second = keys
+        t = (t0 + tl.arange(0, BLOCK)[:, None]).to(tl.uint32, bitcast=True)
+        row = _mixed(t ^ first) ^ second
+        threshold = tl.full([1, 1], p * 4294967296.0, tl.float32).to(tl.uint32)
+        tiles = ()
+        for j in tl.static_range(RING):
+            slot = _tile_slots(j, SHIFT, BLOCK, RING).to(tl.uint32, bitcast=True)
+            x = row + slot * tl.full([], 0x9E3779B9, tl.uint32)
+            tiles = tiles + (_mixed(x) >= threshold,)
+        return tiles
+
+    @triton.jit
+    def drop(tiles, kept, p, RING: tl.constexpr):
+        """Ring tiles over 1 - p where kept, else 0."""
+        scale = 1.0 / (1.0 - p)
         xs = ()
         for j in tl.static_range(RING):
-            slot = _tile_slots(j, SHIFT, BLOCK, RING)
-            shift = (slot & 31).to(tl.uint32)
-            x = tiles[j]
-            for w in tl.static_range((W + 31) // 32):
-                dropped = ((words[w][:, None] >> shift) & 1) == 0
-                x = tl.where(dropped & (slot >> 5 == w), 0.0, x)
-            xs = xs + (x,)
+            xs = xs + (tl.where(kept[j], tiles[j] * scale, 0.0),)
         return xs
 
     @triton.jit

@@ -22,6 +22,7 @@ from .reference import eager_ldsa
 __all__ = ["ldsa_local_attention"]
 
 IMPLEMENTATIONS = ("auto", "triton", "eager")
+MAX_DROPOUT = 1 - 2**-15
 
 
 @torch.library.custom_op(add_op_namespace_prefix("local_attention"), mutates_args=())
@@ -189,8 +190,8 @@ def ldsa_local_attention(
         edge: what slots outside the sequence do: "zero", they keep their softmax weight and add
             nothing; "renormalize", they are removed before the softmax.
         dropout_p: probability of dropping a weight after the softmax, 0 <= dropout_p < 1; those
-            kept are scaled by 1 / (1 - dropout_p). Follows the generator of v's device. The fused
-            kernel draws with the nearest multiple of 1/65536.
+            kept are scaled by 1 / (1 - dropout_p). Follows the generator of v's device. In the
+            fused kernel at most 1 - 2^-15, so that the scale fits in float16.
         implementation: "auto" (the fused kernel where it can run, else eager), "triton", "eager".
             The fused kernel takes float32, bfloat16 and float16, W <= 255 and Dh <= 256.
 
@@ -235,5 +236,6 @@ def ldsa_local_attention(
     seed = None
     if dropout_p > 0:
         seed = torch.randint(2**63 - 1, (1,), device=v.device)
+        dropout_p = min(dropout_p, MAX_DROPOUT)
     op = _LocalAttention.apply if _plain(v) and _plain(a_logits) else _local_attention
     return op(a_logits, v, lengths, starts, seed, left, edge == "renormalize", float(dropout_p))
