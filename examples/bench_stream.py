@@ -8,7 +8,7 @@ counts on a GPU, on a CPU the fastest call (and of a single thread its processor
 load only ever adds. Width 256, 4 heads, 12 layers:
 
 - layer: one LocalDenseSynthesizerAttention, left=14, right=0;
-- encoder: ConformerEncoder; compiled: the same under torch.compile;
+- encoder: ConformerEncoder; both also under torch.compile;
 - recompute 10 s, 60 s: what "mhsa" needs instead, the whole encoder over all frames so far;
 - transformer: the encoder with conv_kernel=0 on frames already subsampled, which is the size of
 - emformer: torchaudio's Emformer.infer, segments of 4 frames, left context 14, right context 0.
@@ -57,10 +57,12 @@ def check(encoder: ConformerEncoder, device: str, dtype: torch.dtype) -> None:
     )
 
 
-def stepping(step, x: Tensor, state):
+def stepping(step, x: Tensor, state, compiled: bool = False):
     """A call that advances streams by the chunk x; on a GPU a CUDA graph's replay."""
     if not x.is_cuda:
         held = [state]
+        if compiled:
+            step = torch.compile(step, fullgraph=True)
 
         def run():
             held[0] = step(x, held[0])[-1]
@@ -70,6 +72,9 @@ def stepping(step, x: Tensor, state):
     def advance():
         for old, new in zip(leaves(state), leaves(step(x, state)[-1]), strict=True):
             old.copy_(new)
+
+    if compiled:  # the copies too, which then are part of what computes the state
+        advance = torch.compile(advance, fullgraph=True)
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -106,33 +111,38 @@ def seconds(run, cuda: bool, budget: float = 0.3) -> float:
     return statistics.mean(calls) if cuda else min(calls)
 
 
-def parts(encoder: ConformerEncoder, x: Tensor, state, steps: int) -> dict[str, float]:
-    """Seconds a step spends in each kind of part; on a CPU, where a call returns when done."""
-    spent: dict[str, float] = defaultdict(float)
+def parts(encoder: ConformerEncoder, x: Tensor) -> dict[str, float]:
+    """Seconds of a whole step, and what it saves to leave out each kind of part."""
+    kinds = {
+        "subsampling": [(stage, "step") for stage in encoder.subsample],
+        "feed-forward": [(f, "forward") for x in encoder.layers for f in (x.ffn1, x.ffn2)],
+        "attention": [(layer.attention, "_step") for layer in encoder.layers],
+        "convolution": [(layer.conv, "step") for layer in encoder.layers],
+    }
 
-    def timed(name, run):
+    def timed():
+        return seconds(stepping(encoder.step, x, encoder.init_state(len(x))), x.is_cuda)
+
+    def only_once(run):
+        results = []
+
         def call(*args):
-            start = time.perf_counter()
-            result = run(*args)
-            spent[name] += (time.perf_counter() - start) / steps
-            return result
+            if not results:
+                results.append(run(*args))
+            return results[0]
 
         return call
 
-    places = [(stage, "step", "subsampling") for stage in encoder.subsample]
-    for layer in encoder.layers:
-        places += [(layer.ffn1, "forward", "feed-forward"), (layer.ffn2, "forward", "feed-forward")]
-        places += [(layer.attention, "_step", "attention"), (layer.conv, "step", "convolution")]
-    for module, method, name in places:
-        setattr(module, method, timed(name, getattr(module, method)))
-    try:
-        start = time.perf_counter()
-        for _ in range(steps):
-            state = encoder.step(x, state)[-1]
-        whole = (time.perf_counter() - start) / steps
-    finally:
-        for module, method, _ in places:
-            delattr(module, method)
+    whole = timed()
+    spent = {}
+    for kind, places in kinds.items():
+        try:
+            for module, method in places:
+                setattr(module, method, only_once(getattr(module, method)))
+            spent[kind] = whole - timed()
+        finally:
+            for module, method in places:
+                vars(module).pop(method, None)
     return {"whole": whole, **spent, "the rest": whole - sum(spent.values())}
 
 
@@ -153,8 +163,9 @@ def peers(batch: int, device: str, dtype: torch.dtype, compiled: bool) -> dict:
     }
     if compiled:
         torch._dynamo.reset()
-        step = torch.compile(encoder.step, fullgraph=True)
-        runs["compiled"] = stepping(step, features, encoder.init_state(batch))
+        runs["layer, compiled"] = stepping(layer.step, frames, layer.init_state(batch), True)
+        state = encoder.init_state(batch)
+        runs["encoder, compiled"] = stepping(encoder.step, features, state, True)
     offline = ConformerEncoder(FEATURES, **sizes, attention="mhsa", **to).eval()
     for past in (10, 60):
         if device == "cuda" or batch * past <= LIMIT:
@@ -210,9 +221,8 @@ def main(arguments: list[str] | None = None) -> None:
         for name, values in rounds.items():
             best = statistics.median(values) if cuda else min(values)
             times.setdefault(name, {})[batch] = best
-        if not cuda:
-            x = torch.randn(batch, FRAMES, FEATURES)
-            spent[batch] = parts(encoder, x, encoder.init_state(batch), 10)
+        x = torch.randn(batch, FRAMES, FEATURES, device=args.device, dtype=dtype)
+        spent[batch] = parts(encoder, x)
     where = torch.cuda.get_device_name() if cuda else f"CPU, {args.threads} thread(s)"
     print(f"{where}, torch {torch.__version__}; ms for a chunk of 160 ms (real-time factor)")
     print("| | " + " | ".join(f"B = {batch}" for batch in args.batch) + " |")

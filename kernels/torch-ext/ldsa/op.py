@@ -118,7 +118,7 @@ def _plain(x):
 
 
 class _LocalAttention(torch.autograd.Function):
-    """The custom ops past PyTorch's dispatcher, which takes longer than a small kernel runs."""
+    """The custom ops' autograd, past PyTorch's dispatcher, which takes longer than a small kernel."""
 
     @staticmethod
     def forward(ctx, *inputs):
@@ -237,5 +237,8 @@ def ldsa_local_attention(
     if dropout_p > 0:
         seed = torch.randint(2**63 - 1, (1,), device=v.device)
         dropout_p = min(dropout_p, MAX_DROPOUT)
-    op = _LocalAttention.apply if _plain(v) and _plain(a_logits) else _local_attention
+    op = _local_attention
+    if _plain(v) and _plain(a_logits):
+        needs_grad = torch.is_grad_enabled() and (a_logits.requires_grad or v.requires_grad)
+        op = _LocalAttention.apply if needs_grad else launch_forward
     return op(a_logits, v, lengths, starts, seed, left, edge == "renormalize", float(dropout_p))
