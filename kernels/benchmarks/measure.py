@@ -392,8 +392,9 @@ def plot(path, over_frames, over_windows):
 
     matplotlib.use("agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     panels = (
         (axes[0], "frames T (W = 15)", [case.frames for case in OVER_FRAMES], over_frames),
         (axes[1], "window W (T = 1000)", [case.window for case in OVER_WINDOWS], over_windows),
@@ -410,9 +411,11 @@ def plot(path, over_frames, over_windows):
         axis.set(xlabel=label, ylabel="us", xscale="log", yscale="log")
         axis.set_xticks(sizes, labels=map(str, sizes), minor=False)
         axis.minorticks_off()
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_major_formatter(ticker.ScalarFormatter())
         axis.grid(alpha=0.3)
         right.set(ylabel="% of the roof (dotted)", ylim=(0, 105))
-    axes[0].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     figure.savefig(path, dpi=120)
 
 
