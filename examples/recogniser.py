@@ -58,8 +58,9 @@ class Recogniser(nn.Module):
         return self.conformer.conformer_layers
 
     @property
-    def last_attention(self) -> nn.Module:
-        return self.blocks[-1].self_attn
+    def attentions(self) -> dict[int, nn.Module]:
+        """{layer: its attention}, of all layers."""
+        return {i: block.self_attn for i, block in enumerate(self.blocks)}
 
     delay = None  # its convolutions and its norms see the whole utterance
 
@@ -136,11 +137,9 @@ class StreamingRecogniser(nn.Module):
         return self.encoder.layers
 
     @property
-    def last_attention(self) -> nn.Module | None:
-        """The last one that gives its weights on frames, if any does."""
-        local = ldsa_nn.LocalDenseSynthesizerAttention
-        found = [m for m in self.encoder.modules() if isinstance(m, local)]
-        return found[-1] if found else None
+    def attentions(self) -> dict[int, nn.Module]:
+        """{layer: its attention}, of the layers that give their weights on frames."""
+        return {i: m for i, block in enumerate(self.blocks) if (m := _local(block)) is not None}
 
     @property
     def delay(self) -> int | None:
@@ -251,28 +250,42 @@ def transcribe(
     return texts
 
 
+def _local(module: nn.Module) -> nn.Module | None:
+    """The LDSA in a module, if there is one."""
+    ldsa = ldsa_nn.LocalDenseSynthesizerAttention
+    return next((m for m in module.modules() if isinstance(m, ldsa)), None)
+
+
 @torch.inference_mode()
 def attention_weights(
     model: AnyRecogniser, features: Tensor, lengths: Tensor, left: int, right: int
-) -> Tensor:
-    """The last layer's weights on frames t - left ... t + right, [H, W, T], of one utterance.
+) -> dict[int, Tensor]:
+    """{layer: its weights on frames t - left ... t + right, [H, W, T]} of one utterance.
 
     Of "mhsa", whose weights reach further, this is the band around the diagonal.
     """
-    attention = model.last_attention
-    ldsa = ldsa_nn.LocalDenseSynthesizerAttention
-    local = next((m for m in attention.modules() if isinstance(m, ldsa)), None)
-    layer = local or attention
-    inputs = []
-    hook = layer.register_forward_pre_hook(lambda _, *seen: inputs.append(seen), with_kwargs=True)
+    layers = {i: _local(m) or m for i, m in model.attentions.items()}
+    inputs: dict[int, Any] = {}
+
+    def keep(i: int) -> Any:
+        return lambda _, *given: inputs.update({i: given})
+
+    hooks = [
+        layer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, layer in layers.items()
+    ]
     model.eval()(features, lengths)
-    hook.remove()
-    positional, named = inputs[0]
-    named = {**named, "need_weights": True}
-    if local is not None:
-        return layer(*positional, **named)[1][0].mT[:, :, : stacked(features.shape[1])]
-    weights = layer(*positional, **named, average_attn_weights=False)[1][0]  # [H, T, T]
-    frames = torch.arange(weights.shape[1], device=weights.device)
-    slots = frames[:, None] + torch.arange(left + 1 + right, device=weights.device)
-    padded = functional.pad(weights, (left, right))
-    return padded.gather(2, slots.expand(len(weights), -1, -1)).mT
+    for hook in hooks:
+        hook.remove()
+    weights = {}
+    for i, layer in layers.items():
+        positional, named = inputs[i]
+        named = {**named, "need_weights": True}
+        if _local(layer):
+            weights[i] = layer(*positional, **named)[1][0].mT[:, :, : stacked(features.shape[1])]
+            continue
+        whole = layer(*positional, **named, average_attn_weights=False)[1][0]  # [H, T, T]
+        frames = torch.arange(whole.shape[1], device=whole.device)
+        slots = frames[:, None] + torch.arange(left + 1 + right, device=whole.device)
+        padded = functional.pad(whole, (left, right))
+        weights[i] = padded.gather(2, slots.expand(len(whole), -1, -1)).mT
+    return weights

@@ -12,9 +12,9 @@
 
 The model is torchaudio's Conformer on stacked log-mel frames, of which `ldsa_nn.replace_attention`
 changes the attention and nothing else, or with --encoder streaming `ldsa_nn.ConformerEncoder`. The
-output directory gets checkpoint.pt, results.json and, of attention with weights on frames,
-attention.png; --resume continues from the checkpoint. Under torchrun that is the newest one of
-checkpoints/, written by all processes, and checkpoint.pt comes at the end.
+output directory gets checkpoint.pt, results.json, a model card in README.md and, of attention with
+weights on frames, attention.png; --resume continues from the checkpoint. Under torchrun that is the
+newest one of checkpoints/, written by all processes, and checkpoint.pt comes at the end.
 """
 
 import argparse
@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from card import model_card
 from data import (
     HOP,
     SAMPLE_RATE,
@@ -540,30 +541,36 @@ def draw_attention(
     left: int,
     right: int,
 ) -> None:
-    """Save an image: an utterance's spectrogram, and below it each head's weights by offset."""
+    """Save an image: an utterance's spectrogram, and below it weights by offset, a row a layer."""
     device = next(model.parameters()).device
     lengths = torch.tensor([len(utterance.audio)], device=device)
     features, frames = logmel(utterance.audio[None].to(device), lengths)
-    weights = attention_weights(model, features, frames, left, right).cpu().numpy()
-    figure = Figure(figsize=(9, 2 + 1.3 * len(weights)), layout="constrained")
-    axes = figure.subplots(
-        len(weights) + 1, sharex=True, height_ratios=[2] + [1] * len(weights), squeeze=True
-    )
+    weights = attention_weights(model, features, frames, left, right)
+    layers, heads = len(weights), len(next(iter(weights.values())))
+    figure = Figure(figsize=(1 + 3 * heads, 2 + 1.3 * layers), layout="constrained")
+    grid = figure.add_gridspec(layers + 1, heads, height_ratios=[1.5] + [1] * layers)
+    top = figure.add_subplot(grid[0, :])
     seconds = features.shape[1] / 100
-    axes[0].imshow(
+    top.imshow(
         features[0].mT.cpu().numpy(), aspect="auto", origin="lower", extent=(0, seconds, 0, 80)
     )
-    axes[0].set(ylabel="mel channel", title=utterance.text)
-    for head, (axis, of_head) in enumerate(zip(axes[1:], weights, strict=True)):
-        frame = STACK / 100
-        extent = (0, of_head.shape[1] * frame, (-left - 0.5) * frame, (right + 0.5) * frame)
-        image = axis.imshow(
-            of_head, aspect="auto", origin="lower", extent=extent, cmap="magma", vmin=0
-        )
-        shown = f"{of_head.sum(0).mean():.0%} of its weight lies in this window"
-        axis.set(ylabel="offset (s)", title=f"head {head}: {shown}")
-        figure.colorbar(image, ax=axis)
-    axes[-1].set(xlabel="time (s)")
+    top.set(ylabel="mel channel", title=utterance.text)
+    frame = STACK / 100
+    for row, (layer, of_layer) in enumerate(weights.items(), 1):
+        for head, of_head in enumerate(of_layer.cpu().numpy()):
+            axis = figure.add_subplot(grid[row, head])
+            extent = (0, of_head.shape[1] * frame, (-left - 0.5) * frame, (right + 0.5) * frame)
+            image = axis.imshow(
+                of_head, aspect="auto", origin="lower", extent=extent, cmap="magma", vmin=0
+            )
+            shown = f"{of_head.sum(0).mean():.0%} of its weight"
+            axis.set_title(f"layer {layer}, head {head}: {shown}", fontsize="small")
+            axis.label_outer()
+            figure.colorbar(image, ax=axis)
+            if head == 0:
+                axis.set(ylabel="offset (s)")
+            if row == layers:
+                axis.set(xlabel="time (s)")
     figure.savefig(path, dpi=120)
 
 
@@ -782,8 +789,8 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     print(f"\nUnheard speakers ({split}), text and transcript:")
     for i in range(0, len(utterances), -(-len(utterances) // 6)):
         print(f"  {utterances[i].text}\n  {heard[i]}\n")
-    files = "checkpoint.pt, results.json"
-    if model.last_attention is not None:
+    files = "checkpoint.pt, results.json, README.md"
+    if model.attentions:
         middling = sorted(utterances, key=lambda u: len(u.audio))[len(utterances) // 2]
         draw_attention(args.out / "attention.png", model, logmel, middling, args.left, args.right)
         files += ", attention.png"
@@ -805,6 +812,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         },
         "held_out": scores,
     }
+    (args.out / "README.md").write_text(model_card(results))
     part = args.out / ".results.json"
     part.write_text(json.dumps(results, indent=2) + "\n")
     os.replace(part, args.out / "results.json")  # whoever finds it finds all of it

@@ -79,7 +79,13 @@ def interrupt_after(monkeypatch, batches: int) -> None:
 def test_a_run_leaves_checkpoint_results_and_image(run, tmp_path, capsys, name):
     results = run("--steps", "3", *MODELS[name])
     out = tmp_path / "out"
-    assert {p.name for p in out.iterdir()} == {"checkpoint.pt", "results.json", "attention.png"}
+    files = {"checkpoint.pt", "results.json", "README.md", "attention.png"}
+    assert {p.name for p in out.iterdir()} == files
+    card = (out / "README.md").read_text()
+    held_out = results["held_out"]["test"]
+    row = f"| test (5 utterances, {held_out['speakers']} speakers) | greedy | {held_out['wer']} | "
+    assert row in card
+    assert ("examples/stream.py" in card) == (name == "streaming")
     assert json.loads((out / "results.json").read_text()) == results
     encoder, attention = ("torchaudio", name) if name != "streaming" else (name, "ldsa")
     assert (results["encoder"], results["attention"]) == (encoder, attention)
@@ -505,19 +511,22 @@ def test_beams_without_their_library_are_refused(monkeypatch, capsys):
 @pytest.mark.parametrize("name", [*MODELS, "hybrid"])
 def test_attention_weights(name):
     model = MODELS.get(name) or [*MODELS["streaming"], "--attention", name]
-    options = vars(train_ctc.parse([*TINY.split(), *model]))
+    options = vars(train_ctc.parse([*TINY.split(), *model, "--layers", "2"]))
     model = recogniser.build(options, "ABC").eval()
     features, lengths = torch.randn(1, 90, 80), torch.tensor([90])
-    weights = recogniser.attention_weights(model, features, lengths, 3, 2)
-    assert weights.shape == (2, 6, 23)
-    assert (weights >= 0).all()
-    total = weights.sum(1)
-    if name != "mhsa":
-        torch.testing.assert_close(total, torch.ones(2, 23))
-    else:
+    of_layers = recogniser.attention_weights(model, features, lengths, 3, 2)
+    assert list(of_layers) == list(range(options["layers"]))
+    wide_layers = recogniser.attention_weights(model, features, lengths, 22, 22)
+    for layer, weights in of_layers.items():
+        assert weights.shape == (2, 6, 23)
+        assert (weights >= 0).all()
+        total = weights.sum(1)
+        if name != "mhsa":
+            torch.testing.assert_close(total, torch.ones(2, 23))
+            continue
         assert (total < 1).all()
         # A band as wide as the matrix holds all of it, each weight at its offset.
-        wide = recogniser.attention_weights(model, features, lengths, 22, 22)
+        wide = wide_layers[layer]
         torch.testing.assert_close(wide.sum(1), torch.ones(2, 23))
         torch.testing.assert_close(wide[:, 19:25], weights)
         assert not wide[:, :22, 0].any()
