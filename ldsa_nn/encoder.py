@@ -243,7 +243,7 @@ class _Block(nn.Module):
 class ConformerEncoder(nn.Module):
     """Conformer encoder for speech features, whole utterances or running streams.
 
-        x   = linear(causal strided convolutions(features))       T' = ceil(T / subsampling)
+        x   = sqrt(D) linear(causal strided convolutions(features))   T' = ceil(T / subsampling)
         x   = x + ffn(x)/2;  x = x + attention(norm(x));  x = x + convolution(x)
         out = norm(x + ffn(x)/2)                                  once a layer
 
@@ -397,13 +397,18 @@ class ConformerEncoder(nn.Module):
         x = features
         for stage in self.subsample:
             x = stage(x)
-        x = F.dropout(self.project(x), self.dropout, self.training)
+        x = F.dropout(self._projected(x), self.dropout, self.training)
         for layer in self.layers:
             if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
                 x = checkpoint(layer, x, lengths, use_reentrant=False)
             else:
                 x = layer(x, lengths)
         return self._output(x, lengths)
+
+    def _projected(self, x: Tensor) -> Tensor:
+        # Without the factor the first frames of a new model are a tenth of what a block adds to
+        # them, and it learns much more slowly.
+        return self.project(x) * self.dim**0.5
 
     def _output(self, x: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
         x = self.norm(x)
@@ -477,7 +482,7 @@ class ConformerEncoder(nn.Module):
             else:
                 after, before = (before + came + 1) // 2, (before + 1) // 2
                 came = lengths = after - before
-        x = self.project(x)
+        x = self._projected(x)
         for layer, block in zip(self.layers, state.blocks, strict=True):
             x, lengths, block = layer.step(x, block, lengths)
             blocks.append(block)

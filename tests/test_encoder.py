@@ -266,6 +266,20 @@ def test_rows_are_reset_reordered_and_flushed_early():
         assert error(out, expected) <= 1e-12
 
 
+@pytest.mark.parametrize("dim", [32, 256])
+def test_a_new_model_hears_its_input(dim):
+    """A block of a new model adds less to the frames of normalised features than there is."""
+    torch.manual_seed(0)
+    encoder = ConformerEncoder(F, dim, 1, 4, 4 * dim).eval()
+    seen = {}
+    (block,) = encoder.layers
+    block.register_forward_pre_hook(lambda _, given: seen.update(before=given[0]))
+    block.ffn2.register_forward_pre_hook(lambda _, given: seen.update(after=given[0]))
+    encoder(random(2, 80, F))
+    before, after = seen["before"], seen["after"]
+    assert before.std() > (after - before).std()
+
+
 def test_no_dropout_in_steps():
     encoder, x = build(dropout=0.5), random(2, 9, F)
     expected = encoder.step(x, encoder.init_state(2))
