@@ -17,7 +17,7 @@ def model_card(results: dict[str, Any]) -> str:
             search, beam = f"prefix search, {options['beam']} beams", score["beam"]
             rows.append(f"| {of_split} | {search} | {beam['wer']} | {beam['cer']} |")
     if results["delay_ms"] is None:
-        use = "It reads whole utterances: `recogniser.load_recogniser`, then `recogniser.transcribe`."
+        use = "It reads whole utterances: `load_recogniser`, then `transcribe`, of recogniser.py."
     else:
         use = (
             f"It streams, with {results['delay_ms']} ms of look-ahead:\n\n"
@@ -52,8 +52,8 @@ Of speakers that training did not hear; no language model, no lexicon.
 ## Training
 
 {results["steps"]} steps in {results["minutes"]} minutes, device: {results["device"]}, processes:
-{results["processes"]}. Speed perturbation, SpecAugment and random levels; AdamW, a linear warm-up and a
-cosine decay; and
+{results["processes"]}. Speed perturbation, SpecAugment, random levels; AdamW, a linear warm-up and
+a cosine decay; and
 
 | option | value |
 |---|---|

@@ -18,6 +18,7 @@ import data  # isort: skip
 import distributed  # isort: skip
 import recogniser  # isort: skip
 import train_ctc  # isort: skip
+import training  # isort: skip
 
 ALONE = SimpleNamespace(sum=lambda *values: list(values), size=1, device="cpu")
 
@@ -35,8 +36,8 @@ def gradients_of(ranks, batch, accumulate, wrap):
 
     rank, size = getattr(ranks, "rank", 0), ranks.size
     shares = data.share(list(range(len(batch))), rank=rank, ranks=size, accumulate=accumulate)
-    step = train_ctc.Whole(batch, "ABC")[shares]
-    part = train_ctc.gradients(module, ranks, step.batches, features, autocast=False)
+    step = training.Whole(batch, "ABC")[shares]
+    part = training.gradients(module, ranks, step.batches, features, autocast=False)
     grads = {}
     for name, weight in module.named_parameters():
         grad = weight.grad
@@ -67,7 +68,7 @@ def die(ranks, rank, how, step):
     if rank != ranks.rank:
         return
     calls = count(1)
-    place, name = (distributed.os, "replace") if how == "save" else (train_ctc.Whole, "__getitem__")
+    place, name = (distributed.os, "replace") if how == "save" else (training.Whole, "__getitem__")
     original = getattr(place, name)
 
     def replaced(*arguments):
@@ -85,7 +86,7 @@ def die(ranks, rank, how, step):
 def main():
     device = "cuda" if os.environ.get("ON_GPU") else "cpu"
     corpus = {"train": tones("train", 12, 0), "test": tones("test", 5, 1)}
-    train_ctc.SAVE_EVERY_SECONDS = 0  # after every step
+    training.SAVE_EVERY_SECONDS = 0  # after every step
     ranks = distributed.Ranks(device)
     with ranks:
         for job in json.loads(sys.argv[1]):

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import data  # noqa: E402
 import distributed  # noqa: E402
 import train_ctc  # noqa: E402
+import training  # noqa: E402
 from ranks import ALONE, gradients_of  # noqa: E402
 from test_train_ctc import TINY, tones  # noqa: E402
 from torch._inductor import config as inductor_config  # noqa: E402
@@ -99,12 +100,12 @@ def test_two_ranks_equal_one_process_and_fsdp_equals_ddp(tmp_path):
     three = SimpleNamespace(launched=True, size=3, device="cuda:2")
     message = "2 processes there and 3 here; --device is cpu there and cuda here"
     with pytest.raises(ValueError, match=message):
-        train_ctc.read_checkpoint(
+        training.read_checkpoint(
             checkpoint, train_ctc.parse(out), three, tones("train", 12, 0), "ABC"
         )
     (checkpoint / "run.json").write_text("{}")
     with pytest.raises(ValueError, match=r"is no checkpoint of train_ctc\.py: it lacks ranks"):
-        train_ctc.read_checkpoint(checkpoint, train_ctc.parse(out), three, [], "")
+        training.read_checkpoint(checkpoint, train_ctc.parse(out), three, [], "")
 
 
 # A rank dies between two steps in mid-epoch, and another while it writes the checkpoint of a step.

@@ -23,6 +23,7 @@ sys.path.insert(0, str(EXAMPLES))
 import data  # noqa: E402
 import shards  # noqa: E402
 import train_ctc  # noqa: E402
+import training  # noqa: E402
 from test_train_ctc import TINY, tones  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -306,14 +307,14 @@ def test_txt_and_wav_members_and_unknown_speakers(tmp_path):
 
 def stop_in_step(monkeypatch, number: int) -> None:
     """Make the process get Ctrl-C in that step; batches are fetched by others, ahead of it."""
-    original, steps = train_ctc.gradients, itertools.count(1)
+    original, steps = training.gradients, itertools.count(1)
 
     def gradients(*arguments, **options):
         if next(steps) == number:
             signal.raise_signal(signal.SIGINT)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(train_ctc, "gradients", gradients)
+    monkeypatch.setattr(training, "gradients", gradients)
 
 
 def test_training_on_shards_resumes_where_it_was(tmp_path, monkeypatch):
@@ -350,8 +351,9 @@ def test_training_on_shards_resumes_where_it_was(tmp_path, monkeypatch):
 TERMINATED = """
 import os, subprocess, sys
 import train_ctc
+import training
 
-gradients, calls = train_ctc.gradients, []
+gradients, calls = training.gradients, []
 
 def counted(*args, **options):
     calls.append(0)
@@ -360,7 +362,7 @@ def counted(*args, **options):
         subprocess.run(["kill", "-TERM", "--", f"-{os.getpgid(0)}"])
     return gradients(*args, **options)
 
-train_ctc.gradients = counted
+training.gradients = counted
 train_ctc.main(sys.argv[1:])
 """
 

@@ -19,6 +19,7 @@ import recogniser  # noqa: E402
 import soundfile  # noqa: E402
 import stream  # noqa: E402
 import train_ctc  # noqa: E402
+import training  # noqa: E402
 
 st = hypothesis.strategies
 
@@ -59,7 +60,7 @@ def checkpoint(path: Path, *arguments: str) -> Path:
         "model": model.state_dict(),
         "normalisation": normalisation,
         "vocabulary": VOCABULARY,
-        "options": {name: options[name] for name in train_ctc.BOUND},
+        "options": {name: options[name] for name in training.BOUND},
     }
     torch.save(state, path)
     return path

@@ -19,6 +19,7 @@ import data  # noqa: E402
 import recogniser  # noqa: E402
 import speak  # noqa: E402
 import train_ctc  # noqa: E402
+import training  # noqa: E402
 
 MODELS = {
     "ldsa": ["--attention", "ldsa"],
@@ -65,14 +66,14 @@ def run(tmp_path, monkeypatch):
 
 def interrupt_after(monkeypatch, batches: int) -> None:
     """Make the process get Ctrl-C while it fetches that batch."""
-    original, fetched = train_ctc.collate, itertools.count(1)
+    original, fetched = training.collate, itertools.count(1)
 
     def collate(*arguments):
         if next(fetched) == batches:
             signal.raise_signal(signal.SIGINT)
         return original(*arguments)
 
-    monkeypatch.setattr(train_ctc, "collate", collate)
+    monkeypatch.setattr(training, "collate", collate)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -140,7 +141,7 @@ def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
 def test_averaged_weights_are_the_mean_of_every_steps(run, tmp_path, monkeypatch):
     """BatchNorm's statistics too; the checkpoint's model and the one tested are the mean."""
     seen, tested = [], []
-    update, evaluate = train_ctc.Average.update, train_ctc.evaluate
+    update, evaluate = training.Average.update, train_ctc.evaluate
 
     def watch(average, step):
         update(average, step)
@@ -150,7 +151,7 @@ def test_averaged_weights_are_the_mean_of_every_steps(run, tmp_path, monkeypatch
         tested.append({name: weight.clone() for name, weight in model.state_dict().items()})
         return evaluate(ranks, model, *others)
 
-    monkeypatch.setattr(train_ctc.Average, "update", watch)
+    monkeypatch.setattr(training.Average, "update", watch)
     monkeypatch.setattr(train_ctc, "evaluate", judge)
     run("--steps", "9", "--ema", "0.4")
     state = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
@@ -400,17 +401,17 @@ def test_a_directory_called_synthetic_is_not_the_synthetic_corpus(tmp_path):
 
 def test_a_checkpoint_has_the_mode_of_any_new_file_or_keeps_its_own(tmp_path):
     path = tmp_path / "checkpoint.pt"
-    train_ctc.save_atomically({}, path)
+    training.save_atomically({}, path)
     (tmp_path / "new").touch()
     assert path.stat().st_mode == (tmp_path / "new").stat().st_mode
     path.chmod(0o640)
-    train_ctc.save_atomically({}, path)
+    training.save_atomically({}, path)
     assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "new" / "checkpoint.pt"
-    train_ctc.save_atomically({"step": 1}, path)
+    training.save_atomically({"step": 1}, path)
 
     def half(state, file):
         file.write(b"half")
@@ -418,21 +419,21 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "save", half)
     with pytest.raises(OSError, match="disk full"):
-        train_ctc.save_atomically({"step": 2}, path)
+        training.save_atomically({"step": 2}, path)
     assert torch.load(path, weights_only=True) == {"step": 1}
     assert list(path.parent.iterdir()) == [path]
 
 
 def test_learning_rate_warms_up_and_ends_at_zero():
-    assert train_ctc.learning_rate(1.0, 0, 0.0) < 0.01
-    assert train_ctc.learning_rate(1.0, 1000, 0.0) == 1.0
-    assert train_ctc.learning_rate(1.0, 1000, 0.5) == pytest.approx(0.5)
-    assert train_ctc.learning_rate(1.0, 1000, 1.2) == 0.0
+    assert training.learning_rate(1.0, 0, 0.0) < 0.01
+    assert training.learning_rate(1.0, 1000, 0.0) == 1.0
+    assert training.learning_rate(1.0, 1000, 0.5) == pytest.approx(0.5)
+    assert training.learning_rate(1.0, 1000, 1.2) == 0.0
 
 
 def test_augmentation_changes_speed_level_and_masks():
     torch.manual_seed(0)
-    augment = train_ctc.Augment(data.LogMel())
+    augment = training.Augment(data.LogMel())
     audio = torch.randint(-9000, 9000, (2, 32_000), dtype=torch.int16)
     drawn = [augment(audio, torch.tensor([32_000, 30_000])) for _ in range(20)]
     lengths = {tuple(frames.tolist()) for _, frames in drawn}
