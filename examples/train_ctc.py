@@ -126,8 +126,9 @@ def draw_attention(
             image = axis.imshow(
                 of_head, aspect="auto", origin="lower", extent=extent, cmap="magma", vmin=0
             )
-            shown = f"{of_head.sum(0).mean():.0%} of its weight"
-            axis.set_title(f"layer {layer}, head {head}: {shown}", fontsize="small")
+            share = of_head.sum(0).mean()  # less than 1 where weights reach beyond the window
+            shown = "" if share > 0.999 else f": {share:.0%} of its weight"
+            axis.set_title(f"layer {layer}, head {head}{shown}", fontsize="small")
             axis.label_outer()
             figure.colorbar(image, ax=axis)
             if head == 0:
