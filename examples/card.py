@@ -2,9 +2,11 @@
 
 from typing import Any
 
+import torch
+
 
 def model_card(results: dict[str, Any]) -> str:
-    """README.md for a model hub: what the model is, how to use it, what it was trained on.
+    """README.md of a model hub: what the model is, how to use it, what it was trained on.
 
     results: what results.json holds.
     """
@@ -51,16 +53,18 @@ Of speakers that training did not hear; no language model, no lexicon.
 
 ## Training
 
-{results["steps"]} steps in {results["minutes"]} minutes, device: {results["device"]}, processes:
-{results["processes"]}. Speed perturbation, SpecAugment, random levels; AdamW, a linear warm-up and
-a cosine decay; and
+{results["steps"]} steps in {results["minutes"]} minutes. Speed perturbation, SpecAugment and random
+levels; AdamW, a linear warm-up and a cosine decay; and
 
 | option | value |
 |---|---|
+| device | {results["device"]} |
+| processes | {results["processes"]} |
+| torch | {torch.__version__} |
 {recipe}
 
 ## Limits
 
 {limits}
-Its licence is that of the training data's terms: add it before you publish.
+What licence it can have, the terms of its training data say: add one before you publish it.
 """

@@ -273,9 +273,11 @@ def attention_weights(
     hooks = [
         layer.register_forward_pre_hook(keep(i), with_kwargs=True) for i, layer in layers.items()
     ]
-    model.eval()(features, lengths)
-    for hook in hooks:
-        hook.remove()
+    try:
+        model.eval()(features, lengths)
+    finally:
+        for hook in hooks:
+            hook.remove()
     weights = {}
     for i, layer in layers.items():
         positional, named = inputs[i]

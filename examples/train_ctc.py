@@ -12,7 +12,7 @@
 
 The model is torchaudio's Conformer on stacked log-mel frames, of which `ldsa_nn.replace_attention`
 changes the attention and nothing else, or with --encoder streaming `ldsa_nn.ConformerEncoder`. The
-output directory gets checkpoint.pt, results.json, a model card in README.md and, of attention with
+output directory gets checkpoint.pt, results.json, a model card in card.md and, of attention with
 weights on frames, attention.png; --resume continues from the checkpoint. Under torchrun that is the
 newest one of checkpoints/, written by all processes, and checkpoint.pt comes at the end.
 """
@@ -344,7 +344,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
     print(f"\nUnheard speakers ({split}), text and transcript:")
     for i in range(0, len(utterances), -(-len(utterances) // 6)):
         print(f"  {utterances[i].text}\n  {heard[i]}\n")
-    files = "checkpoint.pt, results.json, README.md"
+    files = "checkpoint.pt, results.json, card.md"
     if model.attentions:
         middling = sorted(utterances, key=lambda u: len(u.audio))[len(utterances) // 2]
         draw_attention(args.out / "attention.png", model, logmel, middling, args.left, args.right)
@@ -367,10 +367,11 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         },
         "held_out": scores,
     }
-    (args.out / "README.md").write_text(model_card(results))
-    part = args.out / ".results.json"
-    part.write_text(json.dumps(results, indent=2) + "\n")
-    os.replace(part, args.out / "results.json")  # whoever finds it finds all of it
+    texts = {"results.json": json.dumps(results, indent=2) + "\n", "card.md": model_card(results)}
+    for name, text in texts.items():
+        part = args.out / f".{name}"
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, args.out / name)  # whoever finds it finds all of it
     print("attention  parameters   steps  minutes  unheard     speakers  utterances  WER %  CER %")
     for name, score in scores.items():
         print(

@@ -455,6 +455,23 @@ def test_dropout_mask_in_blocks_of_other_sizes(layout, left, right):
     assert abs(share - 0.6) < 5 * math.sqrt(0.24 / inside.numel())
 
 
+@pytest.mark.parametrize("seed", [0, 7, 2**32 + 5, 20 << 32 | 99], ids=str)
+def test_dropout_mask_of_simple_seeds(seed):
+    """No frame's mask is that of all heads, and with hardly any dropout nothing is dropped."""
+    heads, frames = 64, 40
+    values = torch.eye(frames, device=DEVICE).expand(1, heads, frames, frames).contiguous()
+    a_logits = torch.zeros(1, heads, 4, frames, device=DEVICE)
+    bounds = None, None, torch.tensor([seed], device=DEVICE)
+    left = 3
+
+    def drawn(p):
+        return torch.ops.ldsa_nn.local_attention(a_logits, values, *bounds, left, False, p)[0]
+
+    assert (drawn(1e-9)[:, :, 3:] > 0).sum() == heads * 4 * (frames - 3)
+    kept = drawn(0.5)[:, :, 3:] > 0  # [H, source, t]
+    assert not (kept == kept[:1]).all(0).all(0).any()
+
+
 def test_dropout_of_nearly_all():
     """No weight overflows float16: one not dropped is finite, and times 0 it is 0."""
     a_logits = random(8, 8, 15, 640, dtype=torch.float16)

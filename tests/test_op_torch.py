@@ -140,6 +140,24 @@ def test_opcheck(case, direction):
     torch.library.opcheck(func, args, kwargs)
 
 
+def test_lazily_negated_tensors():
+    """Views of complex tensors, whose memory is not what they show, of inputs and of a gradient."""
+    a_logits, v = random(2, 2, 4, 20), random(2, 2, 8, 20, seed=1)
+    weight = torch.complex(random(2, 2, 8, 20, seed=2), random(2, 2, 8, 20, seed=3))
+    shown = torch.complex(random(2, 2, 8, 20, seed=4), v).conj()
+    results = {}
+    for implementation in ("triton", "eager"):
+        a, x = a_logits.clone().requires_grad_(), shown.clone().requires_grad_()
+        assert x.conj().imag.is_neg()
+        out = ldsa_local_attention(a, x.conj().imag, 2, 1, implementation=implementation)
+        (torch.complex(out.detach(), out).conj() * weight).sum().real.backward()
+        with torch.no_grad():
+            plain = ldsa_local_attention(a, x.conj().imag, 2, 1, implementation=implementation)
+        results[implementation] = out, plain, a.grad, x.grad
+    for x, y in zip(*results.values(), strict=True):
+        torch.testing.assert_close(x, y)
+
+
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_fake_results_are_laid_out_as_real_ones(case):
     a_logits, v, grad, options = make(case, DEVICE)

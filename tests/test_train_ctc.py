@@ -80,9 +80,9 @@ def interrupt_after(monkeypatch, batches: int) -> None:
 def test_a_run_leaves_checkpoint_results_and_image(run, tmp_path, capsys, name):
     results = run("--steps", "3", *MODELS[name])
     out = tmp_path / "out"
-    files = {"checkpoint.pt", "results.json", "README.md", "attention.png"}
+    files = {"checkpoint.pt", "results.json", "card.md", "attention.png"}
     assert {p.name for p in out.iterdir()} == files
-    card = (out / "README.md").read_text()
+    card = (out / "card.md").read_text()
     held_out = results["held_out"]["test"]
     row = f"| test (5 utterances, {held_out['speakers']} speakers) | greedy | {held_out['wer']} | "
     assert row in card

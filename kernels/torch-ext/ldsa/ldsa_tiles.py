@@ -303,8 +303,8 @@ if triton is not None:
 
     @triton.jit
     def _mixed(x):
-        """A number for each uint32, whose upper bits depend on all of x: MurmurHash3's finalizer but
-        for its last step, which would mix the lower bits.
+        """uint32 to uint32, upper bits depend on all of x: MurmurHash3's finalizer without its last
+        step, which mixes the lower ones.
         """
         x = (x ^ (x >> 16)) * tl.full([], 0x85EBCA6B, tl.uint32)
         return (x ^ (x >> 13)) * tl.full([], 0xC2B2AE35, tl.uint32)
@@ -313,8 +313,10 @@ if triton is not None:
     def dropout_keys(seed_ptr, bh):
         """Two random uint32 numbers for head and sequence `bh`."""
         seed = tl.load(seed_ptr)
+        golden = tl.full([], 0x9E3779B9, tl.uint32)
         first = _mixed(seed.to(tl.uint32) ^ _mixed(bh.to(tl.uint32)))
-        return first, _mixed((seed >> 32).to(tl.uint32) ^ first)
+        # Mixed twice: else `_mixed(t ^ first)` cancels it in the same frame of all heads.
+        return first, _mixed(_mixed((seed >> 32).to(tl.uint32) ^ first) + golden)
 
     @triton.jit
     def kept_slots(

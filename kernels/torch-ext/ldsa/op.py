@@ -114,11 +114,13 @@ def _plain(x):
         and not torch._C._are_functorch_transforms_active()
         and torch._C._has_storage(x)  # a batched tensor has none
         and not x.is_meta
+        and not x.is_neg()  # memory that a view of a complex tensor has yet to negate
+        and not x._is_zerotensor()
     )
 
 
 class _LocalAttention(torch.autograd.Function):
-    """The custom ops' autograd, past PyTorch's dispatcher, which takes longer than a small kernel."""
+    """The custom ops' autograd past the dispatcher, which takes longer than a small kernel."""
 
     @staticmethod
     def forward(ctx, *inputs):
