@@ -24,7 +24,7 @@ import time
 from collections import defaultdict
 
 import torch
-from bench_layer import positive, usable, writable
+from bench_layer import captured, positive, usable, writable
 from torch import Tensor
 from tqdm import tqdm
 
@@ -75,21 +75,7 @@ def stepping(step, x: Tensor, state, compiled: bool = False):
 
     if compiled:  # the copies too, which then are part of what computes the state
         advance = torch.compile(advance, fullgraph=True)
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            advance()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        advance()
-
-    def replay(holds=(x, state)):  # what the graph works on, which it does not hold itself
-        graph.replay()
-
-    return replay
+    return captured(advance)
 
 
 def seconds(run, cuda: bool, budget: float = 0.3) -> float:
