@@ -15,6 +15,8 @@ from ldsa_nn.streaming import LdsaState
 hypothesis = pytest.importorskip("hypothesis")
 st = hypothesis.strategies
 
+from streams import assert_streams, plans, streamed  # noqa: E402
+
 LDSA = LocalDenseSynthesizerAttention
 WINDOWS = [(3, 2), (0, 0), (0, 4), (5, 0), (2, 7), (1, 1)]
 KINDS = {"linear": {}, "bias": {"use_bias": True}, "grouped": {"grouped_w2": True}}
@@ -23,61 +25,6 @@ KINDS = {"linear": {}, "bias": {"use_bias": True}, "grouped": {"grouped_w2": Tru
 def build(left=3, right=2, seed=0, n_head=2, n_feat=8, **options):
     torch.manual_seed(seed)
     return LDSA(n_head, n_feat, left=left, right=right, **options).to(DEVICE).eval()
-
-
-def chunks_of(x, plan):
-    """[(chunk, its lengths)] of streams x, one [T,D] each.
-
-    plan: [(T, [frames of each stream])]; what a stream does not fill holds NaN.
-    """
-    place = [0] * len(x)
-    for frames, counts in plan:
-        chunk = torch.full((len(x), frames, x[0].shape[1]), math.nan).to(x[0])
-        for b, n in enumerate(counts):
-            chunk[b, :n] = x[b][place[b] : place[b] + n]
-            place[b] += n
-        yield chunk, torch.tensor(counts, device=DEVICE)
-
-
-def streamed(layer, x, plan):
-    """Each stream's output, steps and flush."""
-    state = layer.init_state(len(x))
-    out = [[] for _ in x]
-    for chunk, lengths in chunks_of(x, plan):
-        full = bool((lengths == chunk.shape[1]).all())
-        y, new = layer.step(chunk, state, None if full else lengths)
-        assert y.shape == chunk.shape
-        for b, n in enumerate(lengths.tolist()):
-            out[b].append(y[b, :n])
-            assert (y[b, n:] == 0).all()
-            if n == 0:
-                assert all(
-                    torch.equal(old[b], kept[b]) for old, kept in zip(state, new, strict=True)
-                )
-        state = new
-    rest = layer.flush(state)
-    assert rest.shape == (len(x), layer.right, layer.n_feat)
-    return [torch.cat([*parts, rest[b]]) for b, parts in enumerate(out)]
-
-
-@st.composite
-def plans(draw, streams=3, chunks=6, frames=7):
-    """Chunks of any length with any number of real frames for each stream."""
-    plan = []
-    for _ in range(draw(st.integers(1, chunks))):
-        T = draw(st.integers(1, frames))
-        ragged = draw(st.booleans())
-        plan.append((T, [draw(st.integers(0, T)) if ragged else T for _ in range(streams)]))
-    return plan
-
-
-def assert_streams(layer, plan, tolerance, dtype):
-    totals = [sum(counts[b] for _, counts in plan) for b in range(len(plan[0][1]))]
-    x = [random(total, 8, dtype=dtype, seed=b) for b, total in enumerate(totals)]
-    for alone, y in zip(x, streamed(layer, x, plan), strict=True):
-        assert (y[: layer.right] == 0).all()
-        expected = layer(alone[None])[0]
-        assert error(y[layer.right :], expected) <= tolerance
 
 
 @hypothesis.given(
