@@ -472,6 +472,26 @@ def test_dropout_mask_of_simple_seeds(seed):
     assert not (kept == kept[:1]).all(0).all(0).any()
 
 
+@pytest.mark.gpu
+def test_dropout_draws_its_seed_without_a_launch():
+    a_logits, v = random(2, 2, 4, 20), random(2, 2, 8, 20, seed=1)
+
+    def draw():
+        return ldsa_local_attention(a_logits, v, 3, 0, dropout_p=0.5)
+
+    draw()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        draw()
+        torch.cuda.synchronize()
+    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) == 1, kernels
+    torch.manual_seed(0)
+    first, state, second = draw(), torch.cuda.get_rng_state(), draw()
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(draw(), second)
+    assert not torch.equal(first, second)
+
+
 def test_dropout_of_nearly_all():
     """No weight overflows float16: one not dropped is finite, and times 0 it is 0."""
     a_logits = random(8, 8, 15, 640, dtype=torch.float16)

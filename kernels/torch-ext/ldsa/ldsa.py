@@ -49,6 +49,7 @@ if triton is not None:
             *(f"stride_{x}{dim}" for x in ("a", "v", "o", "g", "da", "dv") for dim in "bh"),
             "stride_starts",
             "stride_lengths",
+            "seed",
         ],
         do_not_specialize_on_alignment=[
             "stride_aw", "stride_vd", "stride_od", "stride_gd", "stride_daw", "stride_dvd"
@@ -62,7 +63,7 @@ if triton is not None:
         out_ptr,
         starts_ptr,
         lengths_ptr,
-        seed_ptr,
+        seed,
         dropout_p,
         n_heads,
         n_frames,
@@ -134,8 +135,8 @@ if triton is not None:
                 logits, t0, start, end,
                 LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
             )  # fmt: skip
-            if seed_ptr is not None:
-                keys = dropout_keys(seed_ptr, bh)
+            if seed is not None:
+                keys = dropout_keys(seed, bh)
                 kept = kept_slots(keys, t0, dropout_p, SHIFT, BLOCK, RING)
                 weights = drop(weights, kept, dropout_p, RING)
             for c in range(CHUNKS):
@@ -171,7 +172,7 @@ if triton is not None:
         grad_v_ptr,
         starts_ptr,
         lengths_ptr,
-        seed_ptr,
+        seed,
         dropout_p,
         n_heads,
         n_frames,
@@ -250,8 +251,8 @@ if triton is not None:
             grad_v_ptr += align(b * stride_dvb + h * stride_dvh, ALIGN_V)
         CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
         if (t0 < end) & (t0 + (STEPS + RING) * BLOCK > start):
-            if seed_ptr is not None:
-                keys = dropout_keys(seed_ptr, bh)
+            if seed is not None:
+                keys = dropout_keys(seed, bh)
             window = ()
             bands = ()
             grads = ()
@@ -278,7 +279,7 @@ if triton is not None:
                     LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
                 )  # fmt: skip
                 dropped = weights
-                if seed_ptr is not None:
+                if seed is not None:
                     kept = kept_slots(keys, ti, dropout_p, SHIFT, BLOCK, RING)
                     dropped = drop(weights, kept, dropout_p, RING)
                 if (grad_logits_ptr is not None) and (i < STEPS):
@@ -310,7 +311,7 @@ if triton is not None:
                     d_weights = (tl.where(in_first_tile(SHIFT, BLOCK), d_band[0], d_band[RING]),)
                     for j in tl.static_range(1, RING):
                         d_weights = d_weights + (d_band[j],)
-                    if seed_ptr is not None:
+                    if seed is not None:
                         d_weights = drop(d_weights, kept, dropout_p, RING)
                     total = tl.zeros([BLOCK, 1], tl.float32)
                     for j in tl.static_range(RING):
@@ -452,7 +453,7 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
             return _launch(
                 kernel, tensors, like_logits, like_v, bounds, seed, left, renormalize, dropout_p
             )
-    pointers = *tensors, *bounds, seed
+    pointers = *tensors, *bounds, seed if isinstance(seed, torch.Tensor) else None
     # Triton specialises on pointers that are multiples of 16 bytes; others take its own way.
     aligned = all(x is None or x.data_ptr() % 16 == 0 for x in pointers)
     key = (
@@ -463,11 +464,12 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
         left,
         renormalize,
         tuple([None if x is None else (x.dtype, x.stride()) for x in pointers]),
+        type(seed),
     )
     known = _launches.get(key) if aligned else None
     if known is not None:
         run, rest = known
-        run(*pointers, dropout_p, *rest)
+        run(*tensors, *bounds, seed, dropout_p, *rest)
         return None
     backward = kernel is _ldsa_bwd_kernel
     batch, heads, head_dim, frames = v.shape
@@ -508,7 +510,7 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
     options = {"num_warps": num_warps, "num_stages": 3 if window <= 32 else 1}
     if nvidia and maxnreg is not None:
         options["maxnreg"] = maxnreg
-    compiled = kernel[grid](*pointers, dropout_p, *numbers, *constants, **options)
+    compiled = kernel[grid](*tensors, *bounds, seed, dropout_p, *numbers, *constants, **options)
     if aligned and not INTERPRETED:
         if len(_launches) >= 4096:
             _launches.clear()

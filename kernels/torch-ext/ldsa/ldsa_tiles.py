@@ -310,9 +310,10 @@ if triton is not None:
         return (x ^ (x >> 13)) * tl.full([], 0xC2B2AE35, tl.uint32)
 
     @triton.jit
-    def dropout_keys(seed_ptr, bh):
-        """Two random uint32 numbers for head and sequence `bh`."""
-        seed = tl.load(seed_ptr)
+    def dropout_keys(seed, bh):
+        """Two random uint32 numbers for head and sequence `bh`; seed: int64, or where one is."""
+        if seed.dtype.is_ptr():
+            seed = tl.load(seed)
         golden = tl.full([], 0x9E3779B9, tl.uint32)
         first = _mixed(seed.to(tl.uint32) ^ _mixed(bh.to(tl.uint32)))
         # Mixed twice: else `_mixed(t ^ first)` cancels it in the same frame of all heads.

@@ -75,12 +75,20 @@ def _(grad, a_logits, v, lengths, starts, seed, left, renormalize, dropout_p, ne
 
 def _setup_context(ctx, inputs, output=None):
     a_logits, v, lengths, starts, seed, *ctx.options = inputs
+    ctx.number = None
+    if isinstance(seed, int):
+        ctx.number, seed = seed, None
     ctx.save_for_backward(a_logits, v, lengths, starts, seed)
 
 
 def _backward(ctx, grad):
     need_logits, need_v = ctx.needs_input_grad[:2]
-    grads = _local_attention_backward(grad, *ctx.saved_tensors, *ctx.options, need_logits, need_v)
+    a_logits, v, lengths, starts, seed = ctx.saved_tensors
+    if ctx.number is not None:
+        seed = torch.tensor([ctx.number], device=v.device)
+    grads = _local_attention_backward(
+        grad, a_logits, v, lengths, starts, seed, *ctx.options, need_logits, need_v
+    )
     grad_logits, grad_v = (g if need else None for g, need in zip(grads, (need_logits, need_v)))
     return (grad_logits, grad_v) + (None,) * 6
 
@@ -132,9 +140,25 @@ class _LocalAttention(torch.autograd.Function):
         # Gradients are enabled where they are to be differentiated, which only the op can refuse.
         if torch.is_grad_enabled() or not _plain(grad):
             return _backward(ctx, grad)
-        needed = ctx.needs_input_grad[:2]
-        grads = launch_backward(grad, *ctx.saved_tensors, *ctx.options, *needed)
+        *tensors, seed = ctx.saved_tensors
+        seed = seed if ctx.number is None else ctx.number
+        grads = launch_backward(grad, *tensors, seed, *ctx.options, *ctx.needs_input_grad[:2])
         return (*grads, None, None, None, None, None, None)
+
+
+def _drawn(device, plain):
+    """A call's seed, of the device's generator.
+
+    A number, without a launch, or for a traced call or a CUDA graph, which is to draw a new one in
+    every replay, a tensor [1].
+    """
+    if plain and device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        generator = torch.cuda.default_generators[device.index]
+        offset = generator.get_offset()
+        generator.set_offset(offset + 4)  # as much as the smallest draw of a kernel takes
+        mixed = generator.initial_seed() * 0x9E3779B97F4A7C15 + offset * 0xBF58476D1CE4E5B9
+        return mixed & (2**62 - 1) | 2**62  # always so large that Triton takes it for int64
+    return torch.randint(2**63 - 1, (1,), device=device)
 
 
 def _why_not_fused(a_logits, v):
@@ -234,13 +258,13 @@ def ldsa_local_attention(
         bound if bound is None else bound.to(v.device, non_blocking=True)
         for bound in (lengths, starts)
     )
-    # The seed is a tensor so that a CUDA graph draws a new one in every replay.
+    plain = _plain(v) and _plain(a_logits)
     seed = None
     if dropout_p > 0:
-        seed = torch.randint(2**63 - 1, (1,), device=v.device)
+        seed = _drawn(v.device, plain)
         dropout_p = min(dropout_p, MAX_DROPOUT)
     op = _local_attention
-    if _plain(v) and _plain(a_logits):
+    if plain:
         needs_grad = torch.is_grad_enabled() and (a_logits.requires_grad or v.requires_grad)
         op = _LocalAttention.apply if needs_grad else launch_forward
     return op(a_logits, v, lengths, starts, seed, left, edge == "renormalize", float(dropout_p))
