@@ -483,7 +483,7 @@ def test_dropout_draws_its_seed_without_a_launch():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         draw()
         torch.cuda.synchronize()
-    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [e.name for e in profile.events() if e.device_type == torch.profiler.DeviceType.CUDA]
     assert len(kernels) == 1, kernels
     torch.manual_seed(0)
     first, state, second = draw(), torch.cuda.get_rng_state(), draw()
