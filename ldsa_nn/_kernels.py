@@ -17,10 +17,14 @@ from torch import Tensor
 
 __all__ = [
     "check_bound",
+    "delta_gates",
+    "depthwise_convolved",
     "eager_ldsa",
     "eager_ldsa_at",
+    "gated_norm",
     "ldsa_local_attention",
     "ldsa_weights",
+    "short_convolution",
     "tiled_delta_rule",
 ]
 
@@ -136,13 +140,37 @@ if TYPE_CHECKING:
         implementation: str = "auto",
     ) -> tuple[Tensor, Tensor | None]: ...
 
+    def short_convolution(
+        x: Tensor,
+        weight: Tensor,
+        n_heads: int,
+        key_dim: int,
+        before: int,
+        *,
+        implementation: str = "auto",
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+    def depthwise_convolved(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def delta_gates(
+        decay: Tensor, write: Tensor, rate: Tensor, bias: Tensor, *, implementation: str = "auto"
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def gated_norm(
+        x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, implementation: str = "auto"
+    ) -> Tensor: ...
+
     def check_bound(name: str, bound: Tensor | None, batch: int, device: torch.device) -> None: ...
 
 else:
     _package = _load()
     check_bound = _package.checks.check_bound
+    delta_gates = _package.gates.delta_gates
+    depthwise_convolved = _package.short_conv.depthwise_convolved
     eager_ldsa = _package.eager_ldsa
     eager_ldsa_at = _package.reference.eager_ldsa_at
+    gated_norm = _package.gated_norm.gated_norm
     ldsa_local_attention = _package.ldsa_local_attention
     ldsa_weights = _package.ldsa_weights
+    short_convolution = _package.short_conv.short_convolution
     tiled_delta_rule = _package.tiled_delta_rule

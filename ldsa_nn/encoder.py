@@ -113,7 +113,8 @@ class _Convolution(nn.Module):
 
     def _convolved(self, joint: Tensor) -> Tensor:
         (kernel,) = self.depthwise.kernel_size
-        x = depthwise_convolved(joint[:, self.kept - kernel + 1 :], self.depthwise)
+        conv = self.depthwise
+        x = depthwise_convolved(joint[:, self.kept - kernel + 1 :], conv.weight, conv.bias)
         return self.out(F.silu(self.inner_norm(x)))
 
 

@@ -1,34 +1,40 @@
-"""The public ops, and what the layers share: checks, masks read as extents, a convolution."""
+"""The public ops, and what the layers share: checks, and masks read as extents."""
 
 import operator
 from typing import SupportsIndex
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from ldsa_nn._kernels import (
     check_bound,
+    delta_gates,
+    depthwise_convolved,
     eager_ldsa,
     eager_ldsa_at,
+    gated_norm,
     ldsa_local_attention,
     ldsa_weights,
+    short_convolution,
     tiled_delta_rule,
 )
 
 __all__ = [
     "check_bound",
     "check_sequence",
+    "delta_gates",
     "depthwise_convolved",
     "eager_ldsa",
     "eager_ldsa_at",
     "extent",
     "frames_inside",
+    "gated_norm",
     "integer",
     "keep_mask",
     "ldsa_local_attention",
     "ldsa_weights",
     "mask_extent",
+    "short_convolution",
     "tiled_delta_rule",
 ]
 
@@ -136,12 +142,3 @@ def extent(
     if lengths is not None:
         raise ValueError("give lengths or mask, not both")
     return mask_extent(mask, query.shape[0], query.shape[1])
-
-
-def depthwise_convolved(x: Tensor, conv: nn.Conv1d) -> Tensor:
-    """A depthwise convolution over the frames of x [B,T,D]: [B,T-kernel+1,D]."""
-    if x.device.type != "cpu":
-        return conv(x.mT).mT
-    # In two dimensions its strides are channels-last ones, which are much faster here.
-    weight = conv.weight[:, :, None]
-    return F.conv2d(x.mT[:, :, None], weight, conv.bias, groups=len(weight))[:, :, 0].mT

@@ -5,14 +5,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ldsa_nn.functional import (
     check_sequence,
-    depthwise_convolved,
+    delta_gates,
     extent,
     frames_inside,
+    gated_norm,
     integer,
+    short_convolution,
     tiled_delta_rule,
 )
 from ldsa_nn.streaming import (
@@ -27,7 +28,7 @@ from ldsa_nn.streaming import (
 
 __all__ = ["SystolicLinearAttention"]
 
-LEAST_GATE = -20.0
+NORM_EPS = 1e-5
 
 
 class SystolicLinearAttention(nn.Module):
@@ -122,7 +123,7 @@ class SystolicLinearAttention(nn.Module):
         self.w_beta = nn.Linear(n_feat, directions * n_key_head, bias=False, **to)
         self.w_gate_down = nn.Linear(n_feat, value_dim, bias=False, **to)
         self.w_gate_up = nn.Linear(value_dim, values, **to)
-        self.norm = nn.RMSNorm(value_dim, eps=1e-5, **to)
+        self.norm = nn.RMSNorm(value_dim, eps=NORM_EPS, **to)
         self.w_out = nn.Linear(values, n_feat, bias=False, **to)
         with torch.no_grad():
             self.A_log.uniform_(1, 16).log_()
@@ -179,7 +180,7 @@ class SystolicLinearAttention(nn.Module):
                 if starts is not None:
                     ends = ends - starts.to(x.device, non_blocking=True)
                 lengths = torch.cat([lengths, ends])
-        read, _ = self._scanned(F.pad(qkv, (0, 0, self.conv_kernel - 1, 0)), g, beta, None, lengths)
+        read, _ = self._scanned(qkv, 0, g, beta, None, lengths)
         if self.bidirectional:
             forward, backward = read.unflatten(0, (2, x.shape[0]))
             read = forward + backward.flip(1)
@@ -187,36 +188,30 @@ class SystolicLinearAttention(nn.Module):
 
     def _gates(self, x: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """g [B,T,H,tiles] and beta [B,T,H] of each direction, in float32 at least."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        decay = self.w_decay(x).to(wide).unflatten(2, self.A_log.shape).unbind(2)
-        write = self.w_beta(x).to(wide).unflatten(2, self.A_log.shape[:2]).unbind(2)
         # Apart from here on: inductor cannot keep views of results for the backward pass of a graph
         # for any number of frames.
-        g = tuple(
-            (-pace * F.softplus(d + bias)).clamp(min=LEAST_GATE)
-            for d, pace, bias in zip(
-                decay, self.A_log.to(wide).exp(), self.dt_bias.to(wide), strict=True
-            )
-        )
-        return g, tuple(2 * w.sigmoid() for w in write)
+        decay = self.w_decay(x).unflatten(2, self.A_log.shape).unbind(2)
+        write = self.w_beta(x).unflatten(2, self.A_log.shape[:2]).unbind(2)
+        gates = map(delta_gates, decay, write, self.A_log, self.dt_bias)
+        g, beta = zip(*gates, strict=True)
+        return g, beta
 
     def _scanned(
-        self, qkv: Tensor, g: Tensor, beta: Tensor, memory: Tensor | None, lengths: Tensor | None
+        self,
+        qkv: Tensor,
+        before: int,
+        g: Tensor,
+        beta: Tensor,
+        memory: Tensor | None,
+        lengths: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
         """What queries read [B,T,H,R*P], and the last state where one is given.
 
-        qkv: [B,T+conv_kernel-1,C], with the frames that the convolution looks back to.
+        qkv: [B,before+T,C], with so many of the frames that the convolution looks back to.
         """
-        qkv = F.silu(depthwise_convolved(qkv, self.conv))
-        keys = self.n_key_head * self.key_dim
-        q, k, v = (
-            y.unflatten(2, (self.n_key_head, -1))
-            for y in qkv.split([keys, keys, qkv.shape[2] - 2 * keys], 2)
-        )
+        sizes = self.n_key_head, self.key_dim, before
         return tiled_delta_rule(
-            _unit(q),
-            _unit(k),
-            v,
+            *short_convolution(qkv, self.conv.weight, *sizes),
             g,
             beta,
             initial_state=memory,
@@ -226,12 +221,8 @@ class SystolicLinearAttention(nn.Module):
 
     def _output(self, read: Tensor, x: Tensor) -> Tensor:
         """Norm, gate and projection: [B,T,H,R*P] -> [B,T,D]."""
-        wide = torch.promote_types(read.dtype, torch.float32)
-        heads = read.to(wide).unflatten(3, (self.value_heads_per_key, self.value_dim))
-        weight = self.norm.weight.to(wide)
-        heads = F.rms_norm(heads, (self.value_dim,), weight, self.norm.eps)
-        gate = self.w_gate_up(self.w_gate_down(x)).to(wide).sigmoid()
-        return self.w_out((heads.flatten(2) * gate).to(read.dtype))
+        gate = self.w_gate_up(self.w_gate_down(x))
+        return self.w_out(gated_norm(read, gate, self.norm.weight, NORM_EPS))
 
     delay = 0  # a step's output lags behind its input by no frame
 
@@ -323,7 +314,7 @@ class SystolicLinearAttention(nn.Module):
         joint = torch.cat([state.conv, qkv.to(state.conv.dtype)], 1)
         (conv,) = last_frames(self._kept, lengths, joint)
         joint = joint[:, self._kept - self.conv_kernel + 1 :].to(qkv.dtype)
-        read, memory = self._scanned(joint, g, beta, state.memory, lengths)
+        read, memory = self._scanned(joint, self.conv_kernel - 1, g, beta, state.memory, lengths)
         assert memory is not None
         return self._output(read, x), SlaState(memory.to(state.memory.dtype), conv)
 
@@ -346,9 +337,3 @@ class SystolicLinearAttention(nn.Module):
             f"conv_kernel={self.conv_kernel}, bidirectional={self.bidirectional}, "
             f"state_dtype={self.state_dtype}"
         )
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x over its norm along the last dimension; 0 stays 0."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

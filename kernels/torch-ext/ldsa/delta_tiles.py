@@ -290,6 +290,17 @@ if triton is not None:
 INTERPRETED = triton is not None and not isinstance(load_tile, triton.runtime.JITFunction)
 
 
+def runs_fused(x, implementation):
+    """Whether a layer's small operations on x are to run as kernels."""
+    devices = ("cuda", "xpu") if implementation == "auto" else ("cuda", "xpu", "cpu")
+    return (
+        implementation != "eager"
+        and triton is not None
+        and x.device.type in devices
+        and x.dtype != torch.float64
+    )
+
+
 def on_device(x):
     """Launches go to the current device: make it that of `x` for their time."""
     if x.device.type == "cpu":
