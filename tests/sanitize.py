@@ -2,11 +2,12 @@
 
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     compute-sanitizer --tool memcheck --error-exitcode 1 python tests/sanitize.py
-    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize.py [BATTERY ...]
 
 Without the variable PyTorch cuts tensors out of large blocks, inside which an access beyond a
 tensor's end goes unseen. Needs a GPU, torch and ldsa_nn. What is computed, the tests check; this
-script says only whether it stayed finite.
+script says only whether it stayed finite. Batteries are local, delta and around; all if none is
+named.
 """
 
 import sys
@@ -17,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from ldsa_nn import ldsa_local_attention, tiled_delta_rule
+from ldsa_nn.functional import delta_gates, gated_norm, short_convolution
 
 # (left, right), head width: every block width of the kernels, with and without a remainder.
 SIZES = [
@@ -46,6 +48,15 @@ DELTA = [
     (65, 80, 5, 33, {"lengths": (0, 64)}),
     (3, 256, 4, 512, {"lengths": (3, 1)}),
     (1, 48, 3, 20, None),
+]
+# Around the delta rule: frames, heads, key width, value width, tiles, taps, frames before.
+AROUND = [
+    (37, 1, 256, 512, 4, 4, 0),
+    (150, 2, 64, 128, 64, 4, 3),
+    (1, 1, 256, 512, 4, 4, 3),
+    (21, 3, 5, 11, 5, 3, 1),
+    (70, 2, 48, 40, 1, 9, 0),
+    (3, 1, 16, 7, 2, 1, 0),
 ]
 
 
@@ -119,9 +130,49 @@ def delta():
     return count
 
 
+def around():
+    """Number of cases of the operations around the delta rule that ran."""
+    count = 0
+    for frames, heads, key_dim, value_dim, tiles, taps, before in AROUND:
+        for dtype in (torch.float32, torch.bfloat16):
+
+            def of(*shape, dtype=dtype):
+                return torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True)
+
+            channels = heads * (2 * key_dim + value_dim)
+            rows = 2, frames, heads
+            for op, tensors, options in (
+                (
+                    short_convolution,
+                    [of(2, before + frames, channels), of(channels, 1, taps)],
+                    (heads, key_dim, before),
+                ),
+                (
+                    delta_gates,
+                    [of(*rows, tiles), of(*rows), of(heads, tiles), of(heads, tiles)],
+                    (),
+                ),
+                (
+                    gated_norm,
+                    [of(*rows, value_dim), of(2, frames, heads * value_dim), of(value_dim)],
+                    (1e-5,),
+                ),
+            ):
+                results = op(*tensors, *options, implementation="triton")
+                results = results if isinstance(results, tuple) else (results,)
+                grads = torch.autograd.grad([y.sum() for y in results], tensors)
+                if not all(x.isfinite().all() for x in (*results, *grads)):
+                    raise SystemExit(f"not finite: {op.__name__}, {frames=} {key_dim=} {dtype}")
+                count += 1
+    return count
+
+
+BATTERIES = {"local": local, "delta": delta, "around": around}
+
+
 def main():
     torch.manual_seed(0)
-    count = local() + delta()
+    count = sum(BATTERIES[name]() for name in sys.argv[1:] or BATTERIES)
     torch.cuda.synchronize()
     print(f"{count} cases ran, forward and backward")
 
