@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save  # noqa:
 
 STREAMING = ["--encoder", "streaming", "--accumulate", "2"]
 # Far less than the process group's own timeout: a job that hangs until then fails the test.
-PATIENCE = 150
+PATIENCE = 600
 
 
 def torchrun(*jobs, gpu: bool = False) -> subprocess.CompletedProcess:
