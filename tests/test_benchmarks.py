@@ -175,6 +175,19 @@ def test_a_wrong_result_has_no_time(untimed, monkeypatch, wrong):
     assert rows[0]["losing"].startswith(f"WRONG: {wrong} has a relative error of ")
 
 
+def test_what_one_case_breaks_the_others_survive(capsys):
+    def broken(case):
+        raise TypeError("no len()")
+
+    calls = [partial(broken, CASE), lambda: {"case": "whole"}]
+    (group,) = measure.measured({"group": calls}, SimpleNamespace(update=lambda: None))
+    broken, whole = group[1]
+    assert (broken["losing"], whole) == ("FAILED: TypeError", {"case": "whole"})
+    assert "tiny" in broken["case"] and "TypeError: no len()" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match=r"^wrong results, or none: .*tiny"):
+        measure.finish(dict([group]))
+
+
 def test_peers(untimed, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda op, dynamic: op)
     row = measure.against_peers(CASE, compiled=True)
@@ -317,6 +330,16 @@ def test_delta_steps(delta):
     for row in (delta.decoding(2, 1.5), delta.layer_step(2)):
         assert row["value"] == (2,)
     assert delta.decoding(1, 1.5)["losing"] == "yes"
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_delta_in_a_layer(delta, monkeypatch, compiled):
+    compile = partial(torch.compile, backend="eager")
+    monkeypatch.setattr(torch, "compile", compile)
+    monkeypatch.setattr(delta, "has_peer", lambda module: False)
+    row = delta.layers(1, 20, compiled)
+    assert row["ms"] == (0.002, 0.002)
+    assert ("compiled" in row["case"]) == compiled
 
 
 @pytest.mark.parametrize("frames", [20, 70])

@@ -665,19 +665,29 @@ class Op(torch.nn.Module):
         return tiled_delta_rule(q, k, v, g, beta, lengths=lengths, output_final_state=True)
 
 
-def test_exported():
+class Convolved(torch.nn.Module):
+    """q, k and v as a convolution leaves them, frames innermost."""
+
+    def forward(self, q, k, v, g, beta, lengths):
+        q, k, v = (x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for x in (q, k, v))
+        options = dict(output_final_state=True, implementation="triton")
+        return tiled_delta_rule(q, k, v, g, beta, lengths=lengths, **options)
+
+
+@pytest.mark.parametrize("op", [Op(), Convolved()], ids=lambda op: type(op).__name__)
+def test_exported(op):
     """Any batch and any number of frames, as one operator."""
     batch, frames = Dim("batch"), Dim("frames")
-    tensors, _, _ = make(DeltaCase("exported", 2, 20, 1, 8, 2, 8))
+    tensors, _, _ = make(DeltaCase("exported", 2, 20, 2, 8, 2, 8))
     shapes = ({0: batch, 1: frames},) * 5 + ({0: batch},)
     lengths = torch.tensor([20, 9], device=DEVICE)
-    program = torch.export.export(Op(), (*tensors[:5], lengths), dynamic_shapes=shapes)
+    program = torch.export.export(op, (*tensors[:5], lengths), dynamic_shapes=shapes)
     assert "ldsa_nn.delta_rule.default" in {str(node.target) for node in program.graph.nodes}
     for B, T in ((1, 9), (3, 4), (2, 130)):
-        tensors, _, _ = make(DeltaCase("", B, T, 1, 8, 2, 8))
+        tensors, _, _ = make(DeltaCase("", B, T, 2, 8, 2, 8))
         lengths = torch.arange(B, device=DEVICE) + T // 2
         results = program.module()(*tensors[:5], lengths)
-        assert close(results, Op()(*tensors[:5], lengths), 1e-6)
+        assert close(results, op(*tensors[:5], lengths), 1e-6)
 
 
 # What only a GPU shows

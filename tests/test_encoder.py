@@ -250,7 +250,7 @@ def test_rows_are_reset_reordered_and_flushed_early():
 def test_a_new_model_hears_its_input(dim):
     """A block of a new model adds less to the frames of normalised features than there is."""
     torch.manual_seed(0)
-    encoder = ConformerEncoder(F, dim, 1, 4, 4 * dim).eval()
+    encoder = ConformerEncoder(F, dim, 1, 4, 4 * dim).to(DEVICE).eval()
     seen = {}
     (block,) = encoder.layers
     block.register_forward_pre_hook(lambda _, given: seen.update(before=given[0]))

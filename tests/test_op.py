@@ -455,7 +455,11 @@ def test_dropout_mask_in_blocks_of_other_sizes(layout, left, right):
     assert abs(share - 0.6) < 5 * math.sqrt(0.24 / inside.numel())
 
 
-@pytest.mark.parametrize("seed", [0, 7, 2**32 + 5, 20 << 32 | 99], ids=str)
+# The last is the second that a GPU's generator of seed 0 gives.
+SEEDS = [0, 7, 2**32 + 5, 20 << 32 | 99, 2**62 | 4 * 0xBF58476D1CE4E5B9 & 2**62 - 1]
+
+
+@pytest.mark.parametrize("seed", SEEDS, ids=str)
 def test_dropout_mask_of_simple_seeds(seed):
     """No frame's mask is that of all heads, and with hardly any dropout nothing is dropped."""
     heads, frames = 64, 40

@@ -1,6 +1,7 @@
 """The op inside PyTorch's machinery: custom operators, compilation, export, graphs, devices."""
 
 import functools
+import importlib
 
 import pytest
 import torch
@@ -22,6 +23,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import Dim
 
 from ldsa_nn import ldsa_local_attention
+
+ldsa_op = importlib.import_module("ldsa_nn._ldsa.op")
 
 CASES = {case.name: case for case in SMALL}
 PLAIN = Case("plain", 2, 2, 21, 8, 3, 2)
@@ -47,12 +50,21 @@ def fresh_dynamo():
 
 
 @pytest.mark.parametrize("case", [PLAIN, RAGGED, DROPPED], ids=str)
-def test_plain_calls_are_the_operators(case):
-    """Without a tracer or mode a call goes past the dispatcher, to the same results."""
+def test_plain_calls_are_the_operators(case, monkeypatch):
+    """Without a tracer or mode a call goes past the dispatcher, to the same results.
+
+    Its seed may be a number, whose mask is that of a tensor of the same number.
+    """
     a_logits, v, grad, options = make(case, DEVICE)
+    seed, drawn = 2**62 | 99 << 32 | 7, []
+
+    def draw(device, plain):
+        drawn.append(plain)
+        return seed if plain else torch.tensor([seed], device=device)
+
+    monkeypatch.setattr(ldsa_op, "_drawn", draw)
 
     def results():
-        torch.manual_seed(0)
         window = case.left, case.right
         return run(a_logits, v, grad, *window, implementation="triton", **options)
 
@@ -62,6 +74,7 @@ def test_plain_calls_are_the_operators(case):
     with Recorder() as recorder:
         expected = results()
     assert "ldsa_nn::local_attention_backward" in recorder.names()
+    assert drawn == ([True, False] if case.dropout_p else [])
     assert all(map(torch.equal, plain, expected))
 
 

@@ -491,7 +491,7 @@ class Step(nn.Module):
 
 @pytest.mark.parametrize("frames", [2, 20])
 def test_exported_step(frames):
-    """One program for any number of streams; of few frames it is PyTorch's operators alone."""
+    """One program for any number of streams; of few frames, PyTorch's operators alone on a CPU."""
     layer, batch = build(), torch.export.Dim("batch")
     state, lengths = layer.init_state(3), torch.tensor([2, 1, 0], device=DEVICE)
     shapes = ({0: batch}, type(state)(*({0: batch} for _ in state)), {0: batch})
@@ -499,7 +499,7 @@ def test_exported_step(frames):
         Step(layer), (random(3, frames, 6), state, lengths), dynamic_shapes=shapes
     )
     ours = [n for n in program.graph.nodes if str(n.target).startswith("ldsa_nn.")]
-    assert len(ours) == (frames > 2)
+    assert len(ours) == (frames > 2 or DEVICE != "cpu")
     for streams in (2, 5):
         x, state = random(streams, frames, 6), layer.init_state(streams)
         lengths = torch.arange(streams, device=DEVICE)

@@ -283,7 +283,7 @@ def layer_step(batch):
 
 
 def layer_cost(layer, batch, frames, call=None):
-    call = call or layer
+    call = layer if call is None else call
     x = torch.randn(batch, frames, 512, device=DEVICE, dtype=torch.bfloat16)
     grad = torch.randn_like(x)
     leaves = [x.requires_grad_(), *layer.parameters()]

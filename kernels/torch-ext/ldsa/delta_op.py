@@ -131,7 +131,10 @@ def _widen(x, dim, tiles):
     if missing == 0:
         return x
     x = x.unflatten(dim, (tiles, -1))
-    return F.pad(x, (0, 0) * (x.dim() - dim - 2) + (0, missing)).flatten(dim, dim + 1)
+    x = F.pad(x, (0, 0) * (x.dim() - dim - 2) + (0, missing))
+    # Padding can keep frames innermost, which is copied sooner or later, and of a graph for any
+    # number of frames PyTorch would ask which stride of the flattened tensor is the smallest.
+    return x.contiguous().flatten(dim, dim + 1)
 
 
 def _why_not_fused(q, k, v, g, beta):
