@@ -184,6 +184,25 @@ def test_weak_decay_keeps_its_digits():
     torch.testing.assert_close(g, -F.softplus(decay.double()).float(), rtol=1e-6, atol=0)
 
 
+def test_a_clamped_decay_that_overflows():
+    """In float32 the product is -inf: the gate is -20, and no gradient is a NaN."""
+    decay = torch.tensor([1e37, 5.0, -5.0], device=DEVICE).view(1, 3, 1, 1)
+    write, rate = torch.zeros(1, 3, 1, device=DEVICE), torch.full((1, 1), 4.0, device=DEVICE)
+    tensors = decay, write, rate, torch.zeros(1, 1, device=DEVICE)
+    expected = run(delta_gates, [x.double() for x in tensors], ())
+    results = run(delta_gates, tensors, (), implementation="triton")
+    for result, y in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, y.float(), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gates-by-channel", "norm-wide"])
+def test_programs_that_take_several_blocks(name, monkeypatch):
+    """As the backward passes do of more rows than a test has."""
+    for module in (ldsa_nn._ldsa.gates, ldsa_nn._ldsa.gated_norm):
+        monkeypatch.setattr(module, "SHARES", 2)
+    check(name, torch.float32, "triton")
+
+
 def test_only_what_needs_gradients_gets_them():
     for name in ("conv", "gates", "norm"):
         op, _, (tensors, options) = CASES[name]

@@ -100,10 +100,12 @@ if triton is not None:
             at, dense, mask, column = _block(block, stride_decay, n_rows, G, BLOCK_M, BLOCK_G)
             g, z, rate = _decay(decay_ptr, rate_ptr, bias_ptr, at, mask, column, G)
             dg = tl.load(dg_ptr + dense, mask=mask, other=0.0).to(tl.float32)
-            dg = tl.where(g >= LEAST, dg, 0.0)
+            # Not times 0: a decay that is clamped may have overflowed to -inf.
+            taken = mask & (g >= LEAST)
+            dg = tl.where(taken, dg, 0.0)
             d_decay = -tl.exp(rate)[None, :] * tl.sigmoid(z) * dg
             tl.store(d_decay_ptr + dense, d_decay, mask=mask)
-            d_rate += tl.where(mask, g * dg, 0.0)
+            d_rate += tl.where(taken, g * dg, 0.0)
             d_bias += d_decay
             at, dense, mask, _ = _block(block, stride_write, n_rows, H, BLOCK_M, BLOCK_H)
             s = tl.sigmoid(tl.load(write_ptr + at, mask=mask, other=0.0).to(tl.float32))

@@ -202,7 +202,7 @@ if triton is not None:
             rows = (b * n_inputs + i)[:, None]
             tl.store(dx_ptr + rows * C + channels[None, :], dx, mask=mask)
         for j in tl.static_range(TAPS):
-            at = (tl.program_id(0) * TAPS + j) * C + channels
+            at = (tl.program_id(0).to(tl.int64) * TAPS + j) * C + channels
             tl.store(dw_ptr + at, tl.sum(shares[j], 0), mask=inside)
 
 
