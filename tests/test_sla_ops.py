@@ -192,7 +192,17 @@ def test_a_clamped_decay_that_overflows():
     expected = run(delta_gates, [x.double() for x in tensors], ())
     results = run(delta_gates, tensors, (), implementation="triton")
     for result, y in zip(results, expected, strict=True):
-        torch.testing.assert_close(result, y.float(), rtol=2e-6, atol=0)
+        torch.testing.assert_close(result, y.float(), rtol=5e-6, atol=0)
+
+
+def test_a_nan_stays_one():
+    """Of a decay, where a clamp could hide it."""
+    decay = torch.tensor([torch.nan, 1.0], device=DEVICE).view(1, 2, 1, 1)
+    write, zero = torch.zeros(1, 2, 1, device=DEVICE), torch.zeros(1, 1, device=DEVICE)
+    results = run(delta_gates, (decay, write, zero, zero), (), implementation="triton")
+    g, _, d_decay, d_write, *shared = results
+    assert g.isnan().flatten().tolist() == d_decay.isnan().flatten().tolist() == [True, False]
+    assert d_write.isfinite().all() and all(x.isnan().all() for x in shared)
 
 
 @pytest.mark.parametrize("name", ["gates-by-channel", "norm-wide"])

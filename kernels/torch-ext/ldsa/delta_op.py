@@ -198,8 +198,8 @@ def tiled_delta_rule(
     Args:
         q, k: [B,T,H,K], floating point, any strides; k of norm 1 at most, by the caller.
         v: [B,T,H,R*P], the values of R heads of width P packed.
-        g: [B,T,H,tiles], log decay <= 0; tiles divides K. The kernels take what is below -20 for
-            -20, and give it no gradient.
+        g: [B,T,H,tiles], log decay <= 0; tiles divides K. The kernels take what is below -20, or
+            NaN, for -20, and give it no gradient.
         beta: [B,T,H], write strength in (0,2).
         scale: of the output; K^-0.5 when None.
         initial_state: [N,H,K,R*P], floating point, zeros when None. N is B, or the number of packed

@@ -67,7 +67,8 @@ if triton is not None:
         block = tl.program_id(0)
         at, dense, mask, column = _block(block, stride_decay, n_rows, G, BLOCK_M, BLOCK_G)
         g, _, _ = _decay(decay_ptr, rate_ptr, bias_ptr, at, mask, column, G)
-        tl.store(g_ptr + dense, tl.maximum(g, LEAST), mask=mask)
+        # Not a maximum, of which a NaN would be lost.
+        tl.store(g_ptr + dense, tl.where(g < LEAST, LEAST, g), mask=mask)
         at, dense, mask, _ = _block(block, stride_write, n_rows, H, BLOCK_M, BLOCK_H)
         write = tl.load(write_ptr + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(beta_ptr + dense, 2 * tl.sigmoid(write), mask=mask)
@@ -101,11 +102,11 @@ if triton is not None:
             g, z, rate = _decay(decay_ptr, rate_ptr, bias_ptr, at, mask, column, G)
             dg = tl.load(dg_ptr + dense, mask=mask, other=0.0).to(tl.float32)
             # Not times 0: a decay that is clamped may have overflowed to -inf.
-            taken = mask & (g >= LEAST)
-            dg = tl.where(taken, dg, 0.0)
+            clamped = g < LEAST
+            dg = tl.where(clamped, 0.0, dg)
             d_decay = -tl.exp(rate)[None, :] * tl.sigmoid(z) * dg
             tl.store(d_decay_ptr + dense, d_decay, mask=mask)
-            d_rate += tl.where(taken, g * dg, 0.0)
+            d_rate += tl.where(clamped | ~mask, 0.0, g * dg)
             d_bias += d_decay
             at, dense, mask, _ = _block(block, stride_write, n_rows, H, BLOCK_M, BLOCK_H)
             s = tl.sigmoid(tl.load(write_ptr + at, mask=mask, other=0.0).to(tl.float32))
