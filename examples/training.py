@@ -38,7 +38,9 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: run pip install 'ldsa_nn[examples]'") from error
 
-WARMUP_STEPS = 150
+# Warm-up's steps, and the most of the budget that it may take. Some seeds never recover from less.
+WARMUP_STEPS = 1000
+WARMUP_SHARE = 0.1
 SAVE_EVERY_SECONDS = 60
 # The options that a checkpoint is bound to: those of the model, and those that order its batches.
 BOUND = (
@@ -128,8 +130,9 @@ class Average:
 
 
 def learning_rate(peak: float, step: int, progress: float) -> float:
-    """Linear warm-up by steps, then half a cosine down to 0 where the budget (progress 1) ends."""
-    return peak * min(1, (step + 1) / WARMUP_STEPS) * (1 + math.cos(math.pi * min(1, progress))) / 2
+    """Linear warm-up, times half a cosine down to 0 where the budget (progress 1) ends."""
+    warm = min(1, max((step + 1) / WARMUP_STEPS, progress / WARMUP_SHARE))
+    return peak * warm * (1 + math.cos(math.pi * min(1, progress))) / 2
 
 
 def gradients(

@@ -426,7 +426,11 @@ def test_a_failed_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
 
 def test_learning_rate_warms_up_and_ends_at_zero():
     assert training.learning_rate(1.0, 0, 0.0) < 0.01
+    assert training.learning_rate(1.0, 499, 0.0) == 0.5
     assert training.learning_rate(1.0, 1000, 0.0) == 1.0
+    # A short budget's warm-up is shorter.
+    assert training.learning_rate(1.0, 10, 0.05) == pytest.approx(0.5, rel=0.01)
+    assert training.learning_rate(1.0, 10, 0.1) == pytest.approx(1.0, rel=0.03)
     assert training.learning_rate(1.0, 1000, 0.5) == pytest.approx(0.5)
     assert training.learning_rate(1.0, 1000, 1.2) == 0.0
 
