@@ -28,8 +28,6 @@ from ldsa_nn.streaming import (
 
 __all__ = ["SystolicLinearAttention"]
 
-NORM_EPS = 1e-5
-
 
 class SystolicLinearAttention(nn.Module):
     """Systolic linear attention (SLA): the whole past in a state of fixed size.
@@ -123,7 +121,7 @@ class SystolicLinearAttention(nn.Module):
         self.w_beta = nn.Linear(n_feat, directions * n_key_head, bias=False, **to)
         self.w_gate_down = nn.Linear(n_feat, value_dim, bias=False, **to)
         self.w_gate_up = nn.Linear(value_dim, values, **to)
-        self.norm = nn.RMSNorm(value_dim, eps=NORM_EPS, **to)
+        self.norm = nn.RMSNorm(value_dim, eps=1e-5, **to)
         self.w_out = nn.Linear(values, n_feat, bias=False, **to)
         with torch.no_grad():
             self.A_log.uniform_(1, 16).log_()
@@ -221,8 +219,9 @@ class SystolicLinearAttention(nn.Module):
 
     def _output(self, read: Tensor, x: Tensor) -> Tensor:
         """Norm, gate and projection: [B,T,H,R*P] -> [B,T,D]."""
-        gate = self.w_gate_up(self.w_gate_down(x))
-        return self.w_out(gated_norm(read, gate, self.norm.weight, NORM_EPS))
+        gate, eps = self.w_gate_up(self.w_gate_down(x)), self.norm.eps
+        assert eps is not None  # as the constructor gave it
+        return self.w_out(gated_norm(read, gate, self.norm.weight, eps))
 
     delay = 0  # a step's output lags behind its input by no frame
 

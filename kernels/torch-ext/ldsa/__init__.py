@@ -3,18 +3,9 @@
 Local dense synthesizer attention, and the tiled delta rule of systolic linear attention.
 """
 
-from . import gated_norm, gates, layers, short_conv
+from . import gated_norm, gates, layers, short_conv  # noqa: F401 - ldsa_nn's, not public
 from .delta_op import tiled_delta_rule
 from .op import ldsa_local_attention
 from .reference import eager_ldsa, ldsa_weights
 
-__all__ = [
-    "eager_ldsa",
-    "gated_norm",
-    "gates",
-    "layers",
-    "ldsa_local_attention",
-    "ldsa_weights",
-    "short_conv",
-    "tiled_delta_rule",
-]
+__all__ = ["eager_ldsa", "layers", "ldsa_local_attention", "ldsa_weights", "tiled_delta_rule"]
