@@ -38,7 +38,7 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: run pip install 'ldsa_nn[examples]'") from error
 
-# Warm-up's steps, and the most of the budget that it may take. Some seeds never recover from less.
+# Warm-up's steps, and the most of the budget that it may take. After 150, some seeds hardly learnt.
 WARMUP_STEPS = 1000
 WARMUP_SHARE = 0.1
 SAVE_EVERY_SECONDS = 60

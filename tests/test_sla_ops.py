@@ -73,6 +73,11 @@ CASES = {
     ),
     "conv-1-tap": (short_convolution, conv_by_definition, conv_case(taps=1)),
     "conv-9-taps": (short_convolution, conv_by_definition, conv_case(frames=5, taps=9)),
+    "conv-of-64": (
+        short_convolution,
+        conv_by_definition,
+        conv_case(1, 70, heads=2, key_dim=64, values=128),
+    ),
     "conv-wide": (
         short_convolution,
         conv_by_definition,
