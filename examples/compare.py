@@ -154,7 +154,8 @@ def train(runs: list[Run], jobs: int, command: Sequence[str]) -> list[Run]:
 
     KeyboardInterrupt goes on to the caller once all have stopped with a checkpoint.
     """
-    waiting = [run for run in runs if not run.results]
+    # Those that were interrupted first: else there would be ever more half done.
+    waiting = sorted((run for run in runs if not run.results), key=lambda run: not run.begun)
     running: dict[subprocess.Popen, Run] = {}
     failed: list[Run] = []
     with tqdm(total=len(runs), initial=len(runs) - len(waiting), desc="train", unit="run") as bar:
@@ -229,7 +230,7 @@ def table(runs: list[Run]) -> str:
         for rate in ("wer", "cer")
     ]
     head = ["attention", "left, right", "seeds", *[rate[0] for rate in rates], "parameters"]
-    head += ["delay, ms", "training, s", "peak memory, MiB"]
+    head += ["delay, ms", "device", "training, s", "peak memory, MiB"]
     lines = [head, ["---"] * len(head)]
     for name, results in found.items():
         attention, left, right = GRID[name]
@@ -242,6 +243,7 @@ def table(runs: list[Run]) -> str:
         line += [
             f"{results[0]['parameters']:,}",
             "offline" if delay is None else str(delay),
+            ", ".join(sorted({r["device"] for r in results})),
             spread([60 * r["minutes"] for r in results], 0),
             "" if None in peak else spread(peak, 0),
         ]
