@@ -1,5 +1,6 @@
 """The recogniser that train_ctc.py trains: its model, its file and its transcripts."""
 
+import math
 import os
 from typing import Any
 
@@ -49,7 +50,7 @@ class Recogniser(nn.Module):
         super().__init__()
         self.embed = nn.Conv1d(N_MELS, dim, STACK, stride=STACK)
         self.conformer = torchaudio.models.Conformer(dim, heads, ffn, layers, kernel, dropout)
-        self.head = nn.Linear(dim, symbols + 1)
+        self.head = ctc_head(dim, symbols)
         if attention == "ldsa":
             ldsa_nn.replace_attention(self.conformer, left=left, right=right)
 
@@ -130,7 +131,7 @@ class StreamingRecogniser(nn.Module):
                 same = {name: getattr(block.attention, name) for name in sizes}
                 block.attention = ldsa_nn.SystolicLinearAttention(**same, bidirectional=True)
         self.streams = attention in STREAM
-        self.head = nn.Linear(dim, symbols + 1)
+        self.head = ctc_head(dim, symbols)
 
     @property
     def blocks(self) -> nn.ModuleList:
@@ -156,6 +157,18 @@ class StreamingRecogniser(nn.Module):
 
 
 AnyRecogniser = Recogniser | StreamingRecogniser
+
+
+def ctc_head(dim: int, symbols: int) -> nn.Linear:
+    """Frames -> logits of blank and symbols, of which blank begins as likely as all symbols are.
+
+    Where all begin alike, some seeds fill the time between letters with spaces, not with blanks,
+    and need thousands of steps to get away from that.
+    """
+    head = nn.Linear(dim, symbols + 1)
+    with torch.no_grad():
+        head.bias[0] += math.log(max(1, symbols))
+    return head
 
 
 def stacked(lengths: Tensor | int) -> Tensor | int:
