@@ -211,6 +211,10 @@ SMALL = [
     Case("batch_second", 3, 2, 18, 8, 3, 0, torch.float16, "batch_second"),
     Case("window_31", 1, 1, 130, 3, 15, 15),
     Case("window_63", 1, 1, 62, 36, 31, 31, torch.bfloat16, "time_last", "renormalize"),
+    Case(
+        "wide_ragged", 3, 1, 150, 8, 20, 50, torch.bfloat16, "strided", "renormalize",
+        lengths=(150, 90, 64), starts=(0, 70, 3),
+    ),
     Case("window_127", 2, 1, 63, 8, 126, 0, lengths=(63, 40), edge="renormalize"),
     Case("window_255", 1, 1, 40, 5, 127, 127, torch.float16),
     Case("head_of_256", 1, 1, 20, 256, 2, 1, layout="time_last"),

@@ -817,7 +817,11 @@ def test_channels_more_than_2_31_elements_apart(wide):
 def test_every_tile_row_has_a_case():
     """What runs on a GPU in test_large_cases is every row that the launchers can choose."""
     pytest.importorskip("triton")
-    tiles = importlib.import_module("ldsa_nn._ldsa.ldsa")._tiles
+    kernels = importlib.import_module("ldsa_nn._ldsa.ldsa")
+    tiles = kernels._tiles
+    wide = [c for c in LARGE if c.window > kernels.NARROW]
+    tested = {kernels._value_tiles(c.head_dim, c.dtype.itemsize) for c in wide}
+    assert tested == {kernels._value_tiles(d, size) for d in range(1, 257) for size in (2, 4)}
     for backward in (False, True):
         tested = {
             tiles(

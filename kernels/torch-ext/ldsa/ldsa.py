@@ -1,8 +1,8 @@
 """Local dense synthesizer attention, fused: the Triton kernels and their launchers.
 
-Both directions are one launch without atomics. The weighted sum is a product with the band matrix
-P[t, s] = a[t, s - t + left]; a block's W slots are held as a ring, tile by tile in the place that
-they have in P. README.md has the derivation.
+Each direction is one launch, or two for the gradients of wide windows, without atomics. The
+weighted sum is a product with the band matrix P[t, s] = a[t, s - t + left]; a block's W slots are
+held as a ring, tile by tile in the place that they have in P. README.md has the derivation.
 """
 
 import torch
@@ -19,16 +19,19 @@ __all__ = ["INTERPRETED", "MAX_HEAD_DIM", "MAX_WINDOW", "launch_backward", "laun
 
 MAX_WINDOW = 255
 MAX_HEAD_DIM = 256
+# Up to here a backward program keeps all of its rows' weights, and one launch does everything.
+NARROW = 64
 
 
 if triton is not None:
     from .ldsa_tiles import (
         align,
         band_tile,
+        band_weights,
         drop,
         dropout_keys,
         in_first_tile,
-        kept_slots,
+        kept_tiles,
         load_logits,
         load_tile,
         load_values,
@@ -46,7 +49,8 @@ if triton is not None:
             "n_heads",
             "n_frames",
             "n_blocks",
-            *(f"stride_{x}{dim}" for x in ("a", "v", "o", "g", "da", "dv") for dim in "bh"),
+            *(f"stride_{x}{dim}" for x in ("a", "v", "o", "g", "da", "dv", "r") for dim in "bh"),
+            "stride_rc",
             "stride_starts",
             "stride_lengths",
             "seed",
@@ -131,13 +135,13 @@ if triton is not None:
                 logits_ptr, stride_at, stride_aw, t0, start, end,
                 LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, BLOCK_W, TIME_LAST, VECTOR_A,
             )  # fmt: skip
-            weights = softmax(
+            weights, _, _ = softmax(
                 logits, t0, start, end,
                 LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
             )  # fmt: skip
             if seed is not None:
                 keys = dropout_keys(seed, bh)
-                kept = kept_slots(keys, t0, dropout_p, SHIFT, BLOCK, RING)
+                kept = kept_tiles(keys, t0, dropout_p, SHIFT, BLOCK, RING)
                 weights = drop(weights, kept, dropout_p, RING)
             for c in range(CHUNKS):
                 if CHUNKS == 1:
@@ -170,6 +174,7 @@ if triton is not None:
         v_ptr,
         grad_logits_ptr,
         grad_v_ptr,
+        rows_ptr,
         starts_ptr,
         lengths_ptr,
         seed,
@@ -197,6 +202,10 @@ if triton is not None:
         stride_dvh,
         stride_dvd,
         stride_dvt,
+        stride_rb,
+        stride_rh,
+        stride_rc,
+        stride_rt,
         stride_starts,
         stride_lengths,
         LEFT: tl.constexpr,
@@ -274,13 +283,19 @@ if triton is not None:
                         )  # fmt: skip
                     grad = pin(grad, PIN)
                     grads = grads + (grad,)
-                weights = softmax(
+                weights, top, scale = softmax(
                     logits, ti, start, end,
                     LEFT, SHIFT, W, RENORMALIZE, BLOCK, RING, TIME_LAST, DTYPE,
                 )  # fmt: skip
+                if rows_ptr is not None:
+                    t = ti + tl.arange(0, BLOCK)[:, None]
+                    rows = rows_ptr + b * stride_rb + h * stride_rh + t
+                    owned = (t >= 0) & (t < n_frames)
+                    tl.store(rows, top, mask=owned)
+                    tl.store(rows + stride_rc, scale, mask=owned)
                 dropped = weights
                 if seed is not None:
-                    kept = kept_slots(keys, ti, dropout_p, SHIFT, BLOCK, RING)
+                    kept = kept_tiles(keys, ti, dropout_p, SHIFT, BLOCK, RING)
                     dropped = drop(weights, kept, dropout_p, RING)
                 if (grad_logits_ptr is not None) and (i < STEPS):
                     if CHUNKS == 1:
@@ -366,6 +381,99 @@ if triton is not None:
                             c * BLOCK_D, start, end, n_frames, DH, BLOCK, BLOCK_D, VECTOR_V,
                         )  # fmt: skip
 
+    @_any_size
+    def _ldsa_bwd_values_kernel(
+        grad_ptr,
+        logits_ptr,
+        rows_ptr,
+        grad_v_ptr,
+        starts_ptr,
+        lengths_ptr,
+        seed,
+        dropout_p,
+        n_heads,
+        n_frames,
+        n_blocks,
+        stride_gb,
+        stride_gh,
+        stride_gd,
+        stride_gt,
+        stride_ab,
+        stride_ah,
+        stride_aw,
+        stride_at,
+        stride_rb,
+        stride_rh,
+        stride_rc,
+        stride_rt,
+        stride_dvb,
+        stride_dvh,
+        stride_dvd,
+        stride_dvt,
+        stride_starts,
+        stride_lengths,
+        LEFT: tl.constexpr,
+        W: tl.constexpr,
+        DH: tl.constexpr,
+        BLOCK: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK_D: tl.constexpr,
+        ALIGN_A: tl.constexpr,
+        ALIGN_V: tl.constexpr,
+        VECTOR_V: tl.constexpr,
+        DTYPE: tl.constexpr,
+        PRECISION: tl.constexpr,
+        PIN: tl.constexpr,
+    ):
+        """grad_v = P^T g of wide windows, whose weights do not fit in registers as a whole.
+
+        One program owns BLOCK values' frames and BLOCK_D channels, and goes over the frames whose
+        windows they lie in, BLOCK_T at a time, with weights from logits and each row's greatest
+        logit and sum.
+        """
+        CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
+        pid = tl.program_id(0).to(tl.int64)
+        c0 = (pid % CHUNKS).to(tl.int32) * BLOCK_D
+        pid //= CHUNKS
+        bh = pid // n_blocks
+        b = bh // n_heads
+        h = bh % n_heads
+        s0 = ((pid % n_blocks) * BLOCK).to(tl.int32)
+        start, end = sequence_bounds(
+            starts_ptr, lengths_ptr, stride_starts, stride_lengths, b, n_frames
+        )
+        stride_gd = align(stride_gd, VECTOR_V)
+        stride_aw = align(stride_aw, 1)
+        stride_dvd = align(stride_dvd, VECTOR_V)
+        grad_ptr += align(b * stride_gb + h * stride_gh, ALIGN_V)
+        logits_ptr += align(b * stride_ab + h * stride_ah, ALIGN_A)
+        grad_v_ptr += align(b * stride_dvb + h * stride_dvh, ALIGN_V)
+        rows_ptr += b * stride_rb + h * stride_rh
+        # Frames that load as vectors where they lie side by side.
+        RIGHT: tl.constexpr = (W - 1 - LEFT + 7) // 8 * 8
+        STEPS: tl.constexpr = (RIGHT + BLOCK + LEFT + BLOCK_T - 1) // BLOCK_T
+        d_v = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+        keys = None
+        if seed is not None:
+            keys = dropout_keys(seed, bh)
+        if (s0 < end) & (s0 + BLOCK > start):
+            for i in range(STEPS):
+                t0 = s0 - RIGHT + i * BLOCK_T
+                g = load_tile(
+                    grad_ptr, stride_gt, stride_gd, t0, c0, start, end, 0.0,
+                    DH, BLOCK_T, BLOCK_D, VECTOR_V,
+                ).to(DTYPE)  # fmt: skip
+                p = band_weights(
+                    logits_ptr, rows_ptr, keys, dropout_p, stride_at, stride_aw, stride_rc,
+                    t0, s0, start, end, LEFT, W, BLOCK_T, BLOCK,
+                )  # fmt: skip
+                p = tl.trans(p.to(DTYPE))
+                d_v = tl.dot(p, pin(g, PIN), d_v, input_precision=PRECISION)
+        store_tile(
+            grad_v_ptr, d_v, stride_dvt, stride_dvd, s0, c0, start, end, n_frames,
+            DH, BLOCK, BLOCK_D, VECTOR_V,
+        )  # fmt: skip
+
 
 # Whether Triton's interpreter was on when the kernels were defined: they then run on the CPU.
 INTERPRETED = triton is not None and not isinstance(_ldsa_fwd_kernel, triton.runtime.JITFunction)
@@ -389,7 +497,9 @@ def _tiles(window, head_dim, itemsize, time_last, backward):
             return 16, steps, block_d, warps, maxnreg if half else None
         if window <= 32:
             return 16, 4, block_d, warps, None
-        return 64, 2 if 64 < window <= 128 else 1, block_d, 4 if window <= 64 else 8, None
+        if NARROW < window <= 128:
+            block_d = min(block_d, 32)
+        return 64, 1, block_d, 4 if window <= 128 else 8, None
     if window <= 16:
         if time_last:
             return 32, 1, block_d, warps, None
@@ -398,6 +508,11 @@ def _tiles(window, head_dim, itemsize, time_last, backward):
         return 32, 1, block_d, 2 * warps, 80 if half else None
     maxnreg = 96 if window <= 64 else 168 if window <= 128 else None
     return 64, 1, block_d, 4, maxnreg if half else None
+
+
+def _value_tiles(head_dim, itemsize):
+    """(BLOCK, BLOCK_T, BLOCK_D, num_warps) of the values' gradients in wide windows."""
+    return 64, 64 if itemsize == 2 else 32, min(max(16, triton.next_power_of_2(head_dim)), 64), 4
 
 
 def _shift(left, window, block, ring):
@@ -471,20 +586,26 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
         run, rest = known
         run(*tensors, *bounds, seed, dropout_p, *rest)
         return None
-    backward = kernel is _ldsa_bwd_kernel
     batch, heads, head_dim, frames = v.shape
     window = a_logits.shape[2]
-    # Where the frames of a slot lie side by side, they are read side by side and then moved, which
-    # costs too much in wide windows.
-    time_last = a_logits.stride(3) == 1 and a_logits.stride(2) != 1 and window <= 32
-    block, steps, block_d, num_warps, maxnreg = _tiles(
-        window, head_dim, v.element_size(), time_last, backward
-    )
-    ring = triton.cdiv(window, block)
-    shift = _shift(left, window, block, ring)
-    # The backward kernel's blocks begin before frame 0: see there.
-    blocks = triton.cdiv(frames + (ring * block - left - shift if backward else 0), block * steps)
-    grid = batch * heads * blocks, 1, 1
+    if kernel is _ldsa_bwd_values_kernel:
+        block, block_t, block_d, num_warps = _value_tiles(head_dim, v.element_size())
+        blocks, per_block = triton.cdiv(frames, block), triton.cdiv(head_dim, block_d)
+        maxnreg = None
+    else:
+        backward, per_block = kernel is _ldsa_bwd_kernel, 1
+        # Where the frames of a slot lie side by side, they are read side by side and then moved,
+        # which costs too much in wide windows.
+        time_last = a_logits.stride(3) == 1 and a_logits.stride(2) != 1 and window <= 32
+        block, steps, block_d, num_warps, maxnreg = _tiles(
+            window, head_dim, v.element_size(), time_last, backward
+        )
+        ring = triton.cdiv(window, block)
+        shift = _shift(left, window, block, ring)
+        # The backward kernel's blocks begin before frame 0: see there.
+        before = ring * block - left - shift if backward else 0
+        blocks = triton.cdiv(frames + before, block * steps)
+    grid = batch * heads * blocks * per_block, 1, 1
     numbers = [heads, frames, blocks]
     for x in tensors:
         b, h, c, t = (0, 0, 0, 0) if x is None else x.stride()
@@ -499,13 +620,18 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
     nvidia = device.type == "cuda" and torch.version.hip is None
     # Three products of TF32 have the error of one of fp32; the tensor cores have no other.
     tf32 = nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
-    constants = (
-        left, window, head_dim, renormalize, block, *((steps,) if backward else ()), ring, shift,
-        block_d,
-        max(16, triton.next_power_of_2(window + 1)),  # one slot of padding: see _softmax
-        time_last, align_a, align_v, vector_a, vector_v, dtype, "tf32x3" if tf32 else "ieee",
-        nvidia,
-    )  # fmt: skip
+    products = dtype, "tf32x3" if tf32 else "ieee", nvidia
+    if kernel is _ldsa_bwd_values_kernel:
+        constants = (
+            left, window, head_dim, block, block_t, block_d, align_a, align_v, vector_v, *products,
+        )  # fmt: skip
+    else:
+        constants = (
+            left, window, head_dim, renormalize, block, *((steps,) if backward else ()), ring,
+            shift, block_d,
+            max(16, triton.next_power_of_2(window + 1)),  # one slot of padding: see _softmax
+            time_last, align_a, align_v, vector_a, vector_v, *products,
+        )  # fmt: skip
     # Wide tiles leave no shared memory for loads ahead of a loop over channels.
     options = {"num_warps": num_warps, "num_stages": 3 if window <= 32 else 1}
     if nvidia and maxnreg is not None:
@@ -533,13 +659,24 @@ def launch_forward(a_logits, v, lengths, starts, seed, left, renormalize, dropou
 def launch_backward(
     grad, a_logits, v, lengths, starts, seed, left, renormalize, dropout_p, need_logits, need_v
 ):
-    """Allocate the gradients of a_logits and v that are needed (else None) and run the kernel."""
+    """Allocate the gradients of a_logits and v that are needed, else None, and run the kernels."""
     grad_logits = empty_like(a_logits) if need_logits else None
     grad_v = empty_like(v) if need_v else None
     if v.numel() == 0:
         return grad_logits, grad_v
+    bounds, options = (starts, lengths), (seed, left, renormalize, dropout_p)
+    batch, heads, window, frames = a_logits.shape
+    rows = None
+    if need_v and window > NARROW:
+        rows = torch.empty(batch, heads, 2, frames, dtype=torch.float32, device=v.device)
     _launch(
-        _ldsa_bwd_kernel, (grad, a_logits, v, grad_logits, grad_v), (a_logits, grad_logits),
-        (v, grad, grad_v), (starts, lengths), seed, left, renormalize, dropout_p,
+        _ldsa_bwd_kernel,
+        (grad, a_logits, v, grad_logits, grad_v if rows is None else None, rows),
+        (a_logits, grad_logits), (v, grad, grad_v), bounds, *options,
     )  # fmt: skip
+    if rows is not None:
+        _launch(
+            _ldsa_bwd_values_kernel, (grad, a_logits, rows, grad_v), (a_logits,), (grad_v, grad),
+            bounds, *options,
+        )  # fmt: skip
     return grad_logits, grad_v

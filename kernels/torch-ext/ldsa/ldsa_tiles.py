@@ -13,10 +13,11 @@ except ImportError:  # the kernels that use these are not there either
 __all__ = [
     "align",
     "band_tile",
+    "band_weights",
     "drop",
     "dropout_keys",
     "in_first_tile",
-    "kept_slots",
+    "kept_tiles",
     "load_logits",
     "load_tile",
     "load_values",
@@ -249,7 +250,10 @@ if triton is not None:
         TIME_LAST: tl.constexpr,
         DTYPE: tl.constexpr,
     ):
-        """Weights of frames t0.. as RING ring tiles; a row whose logits are all -inf gets zeros."""
+        """Weights of frames t0.. as RING ring tiles; a row whose logits are all -inf gets zeros.
+
+        And what makes them of logits: their greatest, and one over the sum.
+        """
         xs = ()
         for j in tl.static_range(RING):
             if TIME_LAST:
@@ -281,7 +285,7 @@ if triton is not None:
         weights = ()
         for j in tl.static_range(RING):
             weights = weights + (es[j] * scale,)
-        return weights
+        return weights, top, scale
 
     @triton.jit
     def in_first_tile(SHIFT: tl.constexpr, BLOCK: tl.constexpr):
@@ -320,7 +324,21 @@ if triton is not None:
         return first, _mixed(_mixed((seed >> 32).to(tl.uint32) ^ first) + golden)
 
     @triton.jit
-    def kept_slots(
+    def kept_slots(keys, t, slot, p):
+        """Which weights of frames t and slots dropout keeps, bool of their shape.
+
+        A function of the keys, frame and slot alone, so that every program that needs a weight, in
+        either direction, draws the same mask. Each slot is hashed by itself, where its weight is:
+        numbers that one call makes for several would have to be moved there.
+        """
+        first, second = keys
+        row = _mixed(t.to(tl.uint32, bitcast=True) ^ first) ^ second
+        threshold = tl.full([1, 1], p * 4294967296.0, tl.float32).to(tl.uint32)
+        x = row + slot.to(tl.uint32, bitcast=True) * tl.full([], 0x9E3779B9, tl.uint32)
+        return _mixed(x) >= threshold
+
+    @triton.jit
+    def kept_tiles(
         keys,
         t0,
         p,
@@ -328,21 +346,11 @@ if triton is not None:
         BLOCK: tl.constexpr,
         RING: tl.constexpr,
     ):
-        """Ring tiles of bool: which weights of frames t0.. dropout keeps.
-
-        A function of the keys, frame and slot alone, so that every program that needs a row, in
-        either direction, draws the same mask. Each slot is hashed by itself, where its weight is:
-        numbers that one call makes for several would have to be moved there.
-        """
-        first, second = keys
-        t = (t0 + tl.arange(0, BLOCK)[:, None]).to(tl.uint32, bitcast=True)
-        row = _mixed(t ^ first) ^ second
-        threshold = tl.full([1, 1], p * 4294967296.0, tl.float32).to(tl.uint32)
+        """`kept_slots` of frames t0.. as ring tiles."""
+        t = t0 + tl.arange(0, BLOCK)[:, None]
         tiles = ()
         for j in tl.static_range(RING):
-            slot = _tile_slots(j, SHIFT, BLOCK, RING).to(tl.uint32, bitcast=True)
-            x = row + slot * tl.full([], 0x9E3779B9, tl.uint32)
-            tiles = tiles + (_mixed(x) >= threshold,)
+            tiles = tiles + (kept_slots(keys, t, _tile_slots(j, SHIFT, BLOCK, RING), p),)
         return tiles
 
     @triton.jit
@@ -353,6 +361,43 @@ if triton is not None:
         for j in tl.static_range(RING):
             xs = xs + (tl.where(kept[j], tiles[j] * scale, 0.0),)
         return xs
+
+    @triton.jit
+    def band_weights(
+        ptr,
+        rows_ptr,
+        keys,
+        dropout_p,
+        stride_t,
+        stride_w,
+        stride_row,
+        t0,
+        s0,
+        start,
+        end,
+        LEFT: tl.constexpr,
+        W: tl.constexpr,
+        BLOCK_T: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):
+        """P[t, s] of frames t0.. and values s0.., [BLOCK_T, BLOCK], from logits and what `softmax`
+        says of their rows. keys: None without dropout.
+        """
+        t = t0 + tl.arange(0, BLOCK_T)[:, None]
+        s = s0 + tl.arange(0, BLOCK)[None, :]
+        slot = s - t + LEFT
+        inside = _inside(t, start, end)
+        mask = (slot.to(tl.uint32, bitcast=True) < W) & inside & _inside(s, start, end)
+        ptrs = ptr + (t.to(tl.int64) * stride_t + slot.to(tl.int64) * stride_w)
+        x = tl.load(ptrs, mask=mask, other=float("-inf")).to(tl.float32)
+        x = tl.minimum(x, 3.4028234663852886e38, propagate_nan=tl.PropagateNan.ALL)
+        top = tl.load(rows_ptr + t, mask=inside, other=0.0)
+        scale = tl.load(rows_ptr + stride_row + t, mask=inside, other=0.0)
+        weights = tl.exp2((x - top) * 1.4426950408889634) * scale
+        if keys is not None:
+            kept = kept_slots(keys, t, slot, dropout_p)
+            weights = tl.where(kept, weights * (1.0 / (1.0 - dropout_p)), 0.0)
+        return weights
 
     @triton.jit
     def store_logits(
