@@ -254,10 +254,10 @@ def ldsa_local_attention(
             dropout_p=dropout_p,
         )
     refuse_forward_mode("ldsa_local_attention", a_logits, v)
-    lengths, starts = (
-        bound if bound is None else bound.to(v.device, non_blocking=True)
-        for bound in (lengths, starts)
-    )
+    if lengths is not None:
+        lengths = lengths.to(v.device, non_blocking=True)
+    if starts is not None:
+        starts = starts.to(v.device, non_blocking=True)
     plain = _plain(v) and _plain(a_logits)
     seed = None
     if dropout_p > 0:
