@@ -406,9 +406,12 @@ def test_exported_step():
 
 
 def test_exported_forward():
-    """Batch and frames both open: with a fixed batch torch cannot bound the strided frames."""
+    """Batch and frames both open: with a fixed batch torch cannot bound the strided frames.
+
+    PyTorch 2.9 trips over a bound that it finds itself where it is told none.
+    """
     encoder = build(attention=["ldsa", "mhsa"])
-    batch, frames = torch.export.Dim("batch"), torch.export.Dim("frames", min=5)
+    batch, frames = torch.export.Dim("batch"), torch.export.Dim("frames", min=5, max=2**20)
     x, lengths = random(2, 16, F), torch.tensor([16, 9], device=DEVICE)
     program = torch.export.export(
         encoder, (x, lengths), dynamic_shapes=({0: batch, 1: frames}, {0: batch})

@@ -115,6 +115,16 @@ def test_only_the_attention_differs_between_the_two(run):
     assert all(torch.equal(ldsa[name], mhsa[name]) for name in shared)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("seed", range(3))
+def test_blank_begins_as_likely_as_all_symbols(name, seed):
+    options = {**vars(train_ctc.parse([*MODELS[name], "--left", "7"])), "seed": seed}
+    model = recogniser.build(options, "ABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    features = torch.randn(4, 80, 80, generator=torch.Generator().manual_seed(seed))
+    likely = model(features, torch.full((4,), 80)).softmax(-1)[..., 0].mean()
+    assert 0.3 < likely < 0.7, likely  # with all alike 0.02 to 0.08
+
+
 @pytest.mark.parametrize("name", ["ldsa", "streaming"])
 def test_an_interrupted_and_resumed_run_equals_an_uninterrupted_one(
     run, tmp_path, monkeypatch, name
