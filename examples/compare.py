@@ -252,7 +252,8 @@ def table(runs: list[Run]) -> str:
     return (
         f"{text}\nMean ± sample standard deviation over seeds; no language model, no lexicon;"
         " greedy decoding unless beams are told. Windows in frames of 40 ms. Delay: look-ahead of a"
-        " stream. Training's time is of runs that may have shared the machine, memory the GPU's.\n"
+        " stream. Training's time is of runs that may have shared the machine, and compares on one"
+        " kind of device only; memory is the GPU's.\n"
     )
 
 
@@ -323,6 +324,7 @@ def main(argv: list[str] | None = None, command: Sequence[str] = TRAIN) -> int:
     except (OSError, ValueError) as error:
         raise SystemExit(f"{error}") from error
     if args.list:
+        print("model, seed, parameters without those of the vocabulary, state")
         for run in runs:
             print(f"{run.name:10}  seed {run.seed}  {run.parameters:11,}  {run.state}")
         return 0

@@ -73,7 +73,7 @@ def calls(out: Path) -> list[list[str]]:
 def listed(out: Path, capsys, *options: str) -> list[str]:
     capsys.readouterr()
     assert compare.main(["--out", str(out), *options, "--list", *RECIPE]) == 0
-    return capsys.readouterr().out.splitlines()
+    return capsys.readouterr().out.splitlines()[1:]
 
 
 def test_the_grid_is_of_models_of_one_size(out, capsys):

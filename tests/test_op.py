@@ -793,6 +793,23 @@ def test_more_heads_than_a_grid_axis_counts():
     assert close(run(a_logits, v, grad, 1, 1), truth(a_logits, v, grad, 1, 1), 1e-5)
 
 
+@pytest.mark.parametrize("left", [40, 80])  # one launch for both gradients, and two
+def test_tiles_of_channels_that_begin_2_31_elements_in(left):
+    pytest.importorskip("triton")
+    head_dim, frames, step = 256, 4, 2**24
+    # 8.6 GB, of which a CPU's system gives only what is written.
+    buffer = torch.empty(head_dim * step, dtype=torch.float16, device=DEVICE)
+    v = buffer.as_strided((1, 1, head_dim, frames), (head_dim * step, head_dim * step, step, 1))
+    v.copy_(random(1, 1, head_dim, frames, dtype=torch.float16))
+    a_logits = random(1, 1, left + 1, frames, dtype=torch.float16, seed=1)
+    results = run(a_logits, v, v, left, 0, implementation="triton")
+    dense = v.clone(memory_format=torch.contiguous_format)
+    expected = truth(a_logits, dense, dense, left, 0)
+    eager = run(a_logits, dense, dense, left, 0, eager_ldsa)
+    for x, e, y in zip(results, eager, expected, strict=True):
+        assert error(x, y) <= 2 * error(e, y) + ATOL[x.dtype]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("wide", ["v", "a_logits"])
 def test_channels_more_than_2_31_elements_apart(wide):

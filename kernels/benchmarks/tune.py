@@ -1,4 +1,4 @@
-"""Time every row that the tile table of the fused kernels could have, on a GPU.
+"""Time every row that `_tiles`, the tile table of the fused kernels, could have, on a GPU.
 
     python kernels/benchmarks/tune.py [--cases TEXT] [--json FILE]
 

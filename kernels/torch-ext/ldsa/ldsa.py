@@ -1,6 +1,6 @@
 """Local dense synthesizer attention, fused: the Triton kernels and their launchers.
 
-Each direction is one launch, or two for the gradients of wide windows, without atomics. The
+Each direction is one launch, the backward pass of wide windows two; there are no atomics. The
 weighted sum is a product with the band matrix P[t, s] = a[t, s - t + left]; a block's W slots are
 held as a ring, tile by tile in the place that they have in P. README.md has the derivation.
 """
@@ -235,7 +235,8 @@ if triton is not None:
         The program owns the grad_logits of its first STEPS blocks and the STEPS tiles of grad_v
         whose blocks it has all seen, so that nothing is added up in memory: no atomics. The weights
         are made anew from their logits; nothing is saved by the forward pass. Reads logits, grad
-        and v of (STEPS + RING) * BLOCK frames.
+        and v of (STEPS + RING) * BLOCK frames, without grad_v of STEPS * BLOCK. Where rows_ptr is
+        given, it gets what `softmax` says of each row, for `_ldsa_bwd_values_kernel`.
         """
         pid = tl.program_id(0).to(tl.int64)
         bh = pid // n_blocks
@@ -259,13 +260,14 @@ if triton is not None:
         if grad_v_ptr is not None:
             grad_v_ptr += align(b * stride_dvb + h * stride_dvh, ALIGN_V)
         CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
-        if (t0 < end) & (t0 + (STEPS + RING) * BLOCK > start):
+        BLOCKS: tl.constexpr = STEPS + (RING if grad_v_ptr is not None else 0)
+        if (t0 < end) & (t0 + BLOCKS * BLOCK > start):
             if seed is not None:
                 keys = dropout_keys(seed, bh)
             window = ()
             bands = ()
             grads = ()
-            for i in tl.static_range(STEPS + (RING if grad_v_ptr is not None else 0)):
+            for i in tl.static_range(BLOCKS):
                 ti = t0 + i * BLOCK
                 logits = load_logits(
                     logits_ptr, stride_at, stride_aw, ti, start, end,
@@ -429,7 +431,7 @@ if triton is not None:
 
         One program owns BLOCK values' frames and BLOCK_D channels, and goes over the frames whose
         windows they lie in, BLOCK_T at a time, with weights from logits and each row's greatest
-        logit and sum.
+        logit and one over its sum.
         """
         CHUNKS: tl.constexpr = (DH + BLOCK_D - 1) // BLOCK_D
         pid = tl.program_id(0).to(tl.int64)
@@ -629,7 +631,7 @@ def _launch(kernel, tensors, like_logits, like_v, bounds, seed, left, renormaliz
         constants = (
             left, window, head_dim, renormalize, block, *((steps,) if backward else ()), ring,
             shift, block_d,
-            max(16, triton.next_power_of_2(window + 1)),  # one slot of padding: see _softmax
+            max(16, triton.next_power_of_2(window + 1)),  # one slot of padding: see softmax
             time_last, align_a, align_v, vector_a, vector_v, *products,
         )  # fmt: skip
     # Wide tiles leave no shared memory for loads ahead of a loop over channels.

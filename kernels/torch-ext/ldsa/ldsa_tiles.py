@@ -59,7 +59,8 @@ if triton is not None:
         """Pointers to frames t0.. and channels c0.. of a [T, C] array, [BLOCK, BLOCK_C]."""
         offs_t = tl.arange(0, BLOCK)[:, None].to(tl.int64)
         offs_c = tl.arange(0, BLOCK_C)[None, :].to(tl.int64)
-        base = ptr + t0.to(tl.int64) * stride_t + c0 * stride_c
+        first = tl.full([], 0, tl.int64) + c0  # c0 is a number or of 32 bits
+        base = ptr + t0.to(tl.int64) * stride_t + first * stride_c
         return base + (offs_t * stride_t + offs_c * stride_c)
 
     @triton.jit
