@@ -156,7 +156,9 @@ def test_stopped_it_leaves_all_resumable(out, stub, capsys, number):
     (out / "wait").touch()
     only = "--only mhsa ldsa-7-7 sla --seeds 1 --jobs 2".split()
     arguments = ["--out", str(out), *only, *RECIPE]
-    code = f"import sys, compare; sys.exit(compare.main({arguments!r}, {stub!r}))"
+    # A job in the background of a script inherits that Ctrl-C is ignored; a terminal's is not so.
+    code = "import signal, sys, compare; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += f"; sys.exit(compare.main({arguments!r}, {stub!r}))"
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-c", code],
