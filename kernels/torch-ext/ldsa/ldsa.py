@@ -487,27 +487,25 @@ def _tiles(window, head_dim, itemsize, time_last, backward):
     A limit of registers keeps more programs on a multiprocessor, which pays up to a few spills.
     """
     half = itemsize == 2
-    most = (512 if window <= 16 else 256 if window <= 32 else 128) // itemsize
-    if backward and not half:
-        most = 32
-    block_d = min(max(16, triton.next_power_of_2(head_dim)), most)
-    warps = max(1, block_d * itemsize // 128)  # of 16 frames
-    if backward:
-        if window <= 16:
-            steps = 2 if time_last else 4 if warps == 1 else 8
-            maxnreg = 168 if warps == 1 and block_d > 32 else 128
-            return 16, steps, block_d, warps, maxnreg if half else None
-        if window <= 32:
-            return 16, 4, block_d, warps, None
-        if NARROW < window <= 128:
-            block_d = min(block_d, 32)
-        return 64, 1, block_d, 4 if window <= 128 else 8, None
+    block_d = max(16, triton.next_power_of_2(head_dim))
     if window <= 16:
+        block_d = min(block_d, 256 if half else 32 if backward else 128)
+        warps = max(1, block_d * itemsize // 128)
+        if backward:
+            steps = 2 if time_last or not half else 4 if warps == 1 else 8
+            roomy = not half or (warps == 1 and block_d > 32)
+            return 16, steps, block_d, warps, 168 if roomy else 128
         if time_last:
             return 32, 1, block_d, warps, None
         return 16, 1, block_d, warps, 64 if half else None
     if window <= 32:
-        return 32, 1, block_d, 2 * warps, 80 if half else None
+        block_d = min(block_d, 32 if not half else 64 if backward else 128)
+        return 32, 2 if backward and half and head_dim <= 64 else 1, block_d, 1, None
+    block_d = min(block_d, 128 // itemsize)
+    if backward:
+        if NARROW < window <= 128:
+            block_d = min(block_d, 32)
+        return 64, 1, block_d, 4 if window <= 128 else 8, None
     maxnreg = 96 if window <= 64 else 168 if window <= 128 else None
     return 64, 1, block_d, 4, maxnreg if half else None
 
