@@ -64,9 +64,18 @@ class Run(NamedTuple):
 
     @property
     def results(self) -> dict[str, Any] | None:
-        """What train_ctc.py returned, once it is done."""
+        """What train_ctc.py returned, once it is done.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         path = self.folder / "results.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        if not path.exists():
+            return None
+        results = read_json(path, "and the run goes on")
+        if not isinstance(results, dict) or "held_out" not in results:
+            raise ValueError(f"{path} has no held_out: delete it, and the run goes on")
+        return results
 
     @property
     def begun(self) -> bool:
@@ -79,6 +88,14 @@ class Run(NamedTuple):
     @property
     def log(self) -> Path:
         return self.folder / "log.txt"
+
+
+def read_json(path: Path, then: str) -> Any:
+    """What a file of --out holds; then: what follows where it is damaged and gets deleted."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}): delete it, {then}") from error
 
 
 def size(arguments: Sequence[str]) -> int:
@@ -128,21 +145,22 @@ def plan(recipe: list[str], out: Path, names: Sequence[str], seeds: int) -> list
     return runs
 
 
-def bind(out: Path, recipe: list[str]) -> None:
-    """Make out the place of this recipe's runs.
+def bind(out: Path, recipe: list[str], runs: list[Run], write: bool) -> None:
+    """Make out the place of this recipe's runs; or, without write, only see whether it may be.
 
     Raises:
-        ValueError: it is another one's.
+        ValueError: it has runs of another one.
     """
     path = out / "recipe.json"
-    if path.exists():
-        there = json.loads(path.read_text())
-        if there != recipe:
-            raise ValueError(
-                f"--out {out} has runs of another recipe, {' '.join(there)}: repeat it after the"
-                " --, or give another --out"
-            )
-    else:
+    there = read_json(path, "if its runs are of this recipe") if path.exists() else None
+    if there == recipe:
+        return
+    if there is not None and any(run.begun or run.results for run in runs):
+        raise ValueError(
+            f"--out {out} has runs of another recipe, {' '.join(map(str, there))}: repeat it after"
+            " the --, or give another --out"
+        )
+    if write:
         out.mkdir(parents=True, exist_ok=True)
         part = path.with_name(".recipe.json")
         part.write_text(json.dumps(recipe) + "\n")
@@ -152,7 +170,9 @@ def bind(out: Path, recipe: list[str]) -> None:
 def train(runs: list[Run], jobs: int, command: Sequence[str]) -> list[Run]:
     """Train those that are not done, so many at the same time; return those that failed.
 
-    KeyboardInterrupt goes on to the caller once all have stopped with a checkpoint.
+    After one that failed no more are begun until another has come to a checkpoint: if none does,
+    what is wrong is the recipe's. KeyboardInterrupt goes on to the caller once all have stopped
+    with a checkpoint.
     """
     # Those that were interrupted first: else there would be ever more half done.
     waiting = sorted((run for run in runs if not run.results), key=lambda run: not run.begun)
@@ -161,7 +181,10 @@ def train(runs: list[Run], jobs: int, command: Sequence[str]) -> list[Run]:
     with tqdm(total=len(runs), initial=len(runs) - len(waiting), desc="train", unit="run") as bar:
         try:
             while waiting or running:
-                while waiting and len(running) < jobs:
+                may_go_on = not failed or any(run.begun or run.results for run in runs)
+                if not may_go_on and not running:
+                    break
+                while waiting and may_go_on and len(running) < jobs:
                     run = waiting.pop(0)
                     running[start(run, command)] = run
                     bar.set_postfix(running=len(running), failed=len(failed))
@@ -169,7 +192,9 @@ def train(runs: list[Run], jobs: int, command: Sequence[str]) -> list[Run]:
                     run = running.pop(process)
                     if process.returncode or not run.results:
                         failed.append(run)
-                        bar.write(f"{run.name}, seed {run.seed} failed: {run.log}", file=sys.stderr)
+                        last = run.log.read_text(errors="replace").strip().splitlines()[-1:]
+                        why = ": ".join([f"{run.name}, seed {run.seed} failed", *last])
+                        bar.write(why, file=sys.stderr)
                     bar.set_postfix(running=len(running), failed=len(failed))
                     bar.update()
                 time.sleep(0.1)
@@ -306,10 +331,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--only", nargs="+", choices=GRID, default=list(GRID), metavar="MODEL", help=" ")
     add("--list", action="store_true", help="show the runs, and train none")
     add("recipe", nargs="*", metavar="-- OPTION", help="of train_ctc.py, for all runs")
-    args = parser.parse_args(argv)
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        parser.error(f"expected the options of train_ctc.py after a --, got {' '.join(unknown)}")
     for word in args.recipe:
         option = word.partition("=")[0]
-        if own := [name for name in OWN if len(option) > 3 and name.startswith(option)]:
+        if own := [name for name in OWN if len(option) > 2 and name.startswith(option)]:
             parser.error(f"{own[0]} is the grid's, not the recipe's: got {word} after the --")
     return args
 
@@ -319,20 +346,29 @@ def main(argv: list[str] | None = None, command: Sequence[str] = TRAIN) -> int:
     args = parse(argv)
     try:
         runs = plan(args.recipe, args.out, args.only, args.seeds)
-        if not args.list:
-            bind(args.out, args.recipe)
-    except (OSError, ValueError) as error:
+        states = [run.state for run in runs]
+        # Of any of the grid's runs, also those that --only and --seeds leave out.
+        every = [Run(folder.parent.name, 0, 0, folder, []) for folder in args.out.glob("*/seed-*")]
+        bind(args.out, args.recipe, every, write=not args.list)
+    except OSError as error:
+        raise SystemExit(f"cannot write to --out {args.out}: {error}") from error
+    except ValueError as error:
         raise SystemExit(f"{error}") from error
     if args.list:
         print("model, seed, parameters without those of the vocabulary, state")
-        for run in runs:
-            print(f"{run.name:10}  seed {run.seed}  {run.parameters:11,}  {run.state}")
+        for run, state in zip(runs, states, strict=True):
+            print(f"{run.name:10}  seed {run.seed}  {run.parameters:11,}  {state}")
         return 0
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    # A lost terminal would leave the runs alone; nohup's has none to lose.
+    names = [name for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    signals = {getattr(signal, name): signal.getsignal(getattr(signal, name)) for name in names}
+    signals = {number: before for number, before in signals.items() if before != signal.SIG_IGN}
+    for number in signals:
+        signal.signal(number, stop)
     failed: list[Run] = []
     status = 0
     try:
@@ -340,8 +376,11 @@ def main(argv: list[str] | None = None, command: Sequence[str] = TRAIN) -> int:
     except KeyboardInterrupt:
         print("stopped: the same command goes on", file=sys.stderr)
         status = 130
+    except OSError as error:
+        raise SystemExit(f"cannot write to --out {args.out}: {error}") from error
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, before in signals.items():
+            signal.signal(number, before)
     text = table(runs)
     print(text)
     (args.out / "table.md").write_text(text, encoding="utf-8")
@@ -350,6 +389,8 @@ def main(argv: list[str] | None = None, command: Sequence[str] = TRAIN) -> int:
     print(f"In {args.out}: table.md" + (", context.png" if image.exists() else ""))
     for run in failed:
         print(f"failed: {run.name}, seed {run.seed}: {run.log}", file=sys.stderr)
+    if failed and not any(run.begun or run.results for run in runs):
+        print("no run came to a checkpoint: the others were not tried", file=sys.stderr)
     return status or int(bool(failed))
 
 

@@ -184,6 +184,10 @@ def read_synthetic(
 
 def check_corpus(corpus: Corpus, where: str) -> Corpus:
     """Drop utterances without words; refuse a corpus that cannot train and test on new speakers."""
+    silent = {split: n for split, us in corpus.items() if (n := sum(not u.text for u in us))}
+    if silent:
+        counts = ", ".join(f"{n} of {split}" for split, n in sorted(silent.items()))
+        print(f"Utterances without words in {where}, left out: {counts}")
     corpus = {split: [u for u in us if u.text] for split, us in corpus.items()}
     corpus = {split: us for split, us in corpus.items() if us}
     splits = ", ".join(sorted(corpus)) or "none"

@@ -147,7 +147,7 @@ class Shards:
         if len(self.paths) < ranks * WORKERS:
             raise ValueError(
                 f"--shards: expected at least {ranks * WORKERS} training shards, {WORKERS} for each"
-                f" process, got {len(self.paths)}"
+                f" process, got {len(self.paths)}: shards.py --per-shard N writes more of them"
             )
 
     def sample(self, at_most: int = 400) -> list[Utterance]:

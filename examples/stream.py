@@ -14,6 +14,7 @@ import os
 import shutil
 import statistics
 import sys
+import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
@@ -408,6 +409,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
                 f"argument --plot: expected an image in a folder that exists, named"
                 f" .{', .'.join(sorted(known))}; got {args.plot}"
             )
+        try:  # not found out when the stream has ended
+            tempfile.TemporaryFile(dir=args.plot.absolute().parent).close()
+        except OSError as error:
+            parser.error(f"argument --plot: cannot write to {args.plot}: {error}")
     if args.check is None:
         args.check = args.repeat == 1 and "-" not in args.audio
     return args

@@ -18,12 +18,13 @@ newest one of checkpoints/, written by all processes, and checkpoint.pt comes at
 """
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from data import (
     read_synthetic,
 )
 from distributed import Ranks, leave, newest
+from filelock import FileLock, Timeout
 from recogniser import (
     STACK,
     STREAM,
@@ -174,6 +176,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     count = number(int, "a whole number of at least 1", lambda n: n >= 1)
     from_0 = number(int, "a whole number of at least 0", lambda n: n >= 0)
+    seed = number(int, "a whole number of at least 0 and below 2^63", lambda n: 0 <= n < 1 << 63)
     odd = number(int, "an odd whole number of at least 1", lambda n: n >= 1 and n % 2 == 1)
     positive = number(float, "a finite number above 0", lambda x: 0 < x < math.inf)
     below_1 = number(float, "a number of at least 0 and below 1", lambda x: 0 <= x < 1)
@@ -189,7 +192,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--minutes", type=positive, default=2.5, help="training time, with compiling"
     )
     budget.add_argument("--steps", type=count, help="train so many steps, however long they take")
-    add("--seed", type=from_0, default=0, help=" ")
+    add("--seed", type=seed, default=0, help=" ")
     add("--encoder", choices=["torchaudio", "streaming"], default="torchaudio", help=" ")
     add(
         "--attention",
@@ -261,34 +264,59 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "--compile with --fsdp: expected a PyTorch whose Inductor has strict_output_strides, as"
             f" 2.14 has, got {torch.__version__}"
         )
-    with ranks:
-        return run(args, ranks)
-
-
-def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
-    """Train and report as one of the ranks."""
-    source = source_name(args)
     name = args.attention
     if args.encoder == "streaming":
         name = "streaming" if name == "ldsa" else f"streaming-{name}"
-    args.out = args.out or Path("runs") / f"{source}-{name}"
+    args.out = args.out or Path("runs") / f"{source_name(args)}-{name}"
+    with ranks:
+        try:
+            torch.empty(0, device=ranks.device)
+        except (AssertionError, RuntimeError) as error:  # the first: a torch without CUDA
+            raise SystemExit(f"--device {args.device}: {error}") from error
+        there = last_checkpoint(args, ranks)
+        with alone(args.out) if ranks.rank == 0 else contextlib.nullcontext():
+            return run(args, ranks, there)
+
+
+def last_checkpoint(args: argparse.Namespace, ranks: Ranks) -> Path | None:
+    """What --resume goes on from, or None without it; SystemExit where there is none, or one."""
     checkpoint = args.out / "checkpoint.pt"
     sharded = args.out / "checkpoints"
     try:
         there = newest(sharded) or (checkpoint if checkpoint.exists() else None)
-        if args.resume and there is None:
-            raise SystemExit(f"there is no {checkpoint}: name its --out, or leave out --resume")
-        if there and not args.resume:
-            raise SystemExit(f"{there} exists: continue it with --resume, or give another --out")
-        if there and ranks.launched != there.is_relative_to(sharded):
-            way = "without" if ranks.launched else "with"
-            raise SystemExit(f"{there} was written {way} torchrun: resume it {way} torchrun")
-        # Not found out by the first save, which comes after minutes of reading and training.
-        args.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=args.out) as probe:
-            probe.write(b"probe")
     except OSError as error:
         raise SystemExit(f"cannot write to --out {args.out}: {error}") from error
+    if args.resume and there is None:
+        raise SystemExit(f"there is no {checkpoint}: name its --out, or leave out --resume")
+    if there and not args.resume:
+        raise SystemExit(f"{there} exists: continue it with --resume, or give another --out")
+    if there and ranks.launched != there.is_relative_to(sharded):
+        way = "without" if ranks.launched else "with"
+        raise SystemExit(f"{there} was written {way} torchrun: resume it {way} torchrun")
+    return there
+
+
+@contextlib.contextmanager
+def alone(out: Path) -> Iterator[None]:
+    """Make out, and keep other processes from training there for as long as this one lives."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        # Not found out by the first save, which comes after minutes of reading and training.
+        with tempfile.NamedTemporaryFile(dir=out) as probe:
+            probe.write(b"probe")
+        lock = FileLock(out / ".lock", timeout=0).acquire()
+    except Timeout:
+        raise SystemExit(f"another process trains in --out {out}: wait for it, or end it") from None
+    except OSError as error:
+        raise SystemExit(f"cannot write to --out {out}: {error}") from error
+    with lock:
+        yield
+
+
+def run(args: argparse.Namespace, ranks: Ranks, there: Path | None) -> dict[str, Any]:
+    """Train from the checkpoint that is there, or from the start, and report, as one of ranks."""
+    source = source_name(args)
+    checkpoint = args.out / "checkpoint.pt"
     try:
         corpus = read_corpus(args)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
@@ -309,8 +337,7 @@ def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
         raise SystemExit(f"{error}") from error
     try:
         model = build(vars(args), vocabulary).to(ranks.device)
-    # AssertionError: a torch without CUDA; TypeError: a number beyond 64 bits.
-    except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:  # TypeError: a number beyond 64 bits
         raise SystemExit(f"cannot build the model on --device {args.device}: {error}") from error
     try:
         if state:

@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 
+from ldsa_nn.functional import integer
 from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
 
 __all__ = ["LayerSpec", "convert_checkpoint", "find_layers", "load_layer", "main"]
@@ -206,9 +207,7 @@ def convert_checkpoint(
 
 def _check_given(n_head: int | None, context_size: int | None, edge: str | None) -> _Given:
     for name, value in (("n_head", n_head), ("context_size", context_size)):
-        if value is not None and not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value is not None and value < 1:
+        if value is not None and integer(name, value) < 1:
             raise ValueError(f"{name} must be positive, got {value}")
     if context_size is not None and context_size % 2 == 0:
         raise ValueError(

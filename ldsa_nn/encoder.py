@@ -12,6 +12,7 @@ from ldsa_nn.functional import (
     check_bound,
     depthwise_convolved,
     frames_inside,
+    integer,
 )
 from ldsa_nn.ldsa import HybridAttention, LocalDenseSynthesizerAttention
 from ldsa_nn.sla import SystolicLinearAttention
@@ -313,10 +314,9 @@ class ConformerEncoder(nn.Module):
     ) -> None:
         super().__init__()
         sizes = dict(input_dim=input_dim, dim=dim, num_layers=num_layers, ffn_dim=ffn_dim)
+        input_dim, dim, num_layers, ffn_dim = (integer(*item) for item in sizes.items())
         others = dict(n_head=n_head, conv_kernel=conv_kernel, subsampling=subsampling)
-        for name, size in {**sizes, **others}.items():
-            if isinstance(size, bool) or not isinstance(size, int):
-                raise TypeError(f"{name} must be an int, got {type(size).__name__} {size!r}")
+        n_head, conv_kernel, subsampling = (integer(*item) for item in others.items())
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"{name} must be >= 1, got {size}")

@@ -149,8 +149,47 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(out, stub, capsys):
     assert len(calls(out)) == 6
 
 
+def test_a_recipe_that_no_run_can_use_ends_at_once_and_binds_nothing(out, stub, capsys):
+    (out / "fail").touch()
+    only = "--only sla --seeds 5 --jobs 2".split()
+    assert compare.main(["--out", str(out), *only, *RECIPE], stub) == 1
+    error = capsys.readouterr().err
+    assert "sla, seed 0 failed: no sla here" in error
+    assert "no run came to a checkpoint: the others were not tried" in error
+    assert len(calls(out)) == 2
+    (out / "fail").unlink()
+    other = [*RECIPE, "--lr", "1e-3"]  # the place is nobody's yet
+    assert compare.main(["--out", str(out), *only, *other], stub) == 0
+    for action in (["--list"], []):  # now it is
+        with pytest.raises(SystemExit, match=r"has runs of another recipe, .*--lr 1e-3"):
+            compare.main(["--out", str(out), *only, *action, *RECIPE], stub)
+
+
+@pytest.mark.parametrize("text", ["", "{bad", '{"a": 1}', "[]"])
+def test_damaged_files_are_named(out, stub, text):
+    only = "--only sla --seeds 1".split()
+    assert compare.main(["--out", str(out), *only, *RECIPE], stub) == 0
+    path = out / "sla" / "seed-0" / "results.json"
+    for damaged in (path, out / "recipe.json") if not text.startswith(("[", '{"')) else (path,):
+        before = damaged.read_text()
+        damaged.write_text(text)
+        for action in (["--list"], []):
+            with pytest.raises(SystemExit, match=f"^{damaged} .*: delete it"):
+                compare.main(["--out", str(out), *only, *action, *RECIPE], stub)
+        damaged.write_text(before)
+    assert compare.main(["--out", str(out), *only, *RECIPE], stub) == 0
+
+
+def test_a_place_that_cannot_be_written(out, stub):
+    (out / "sla").touch()
+    with pytest.raises(SystemExit, match=f"^cannot write to --out {out}: .*sla"):
+        compare.main(["--out", str(out), "--only", "sla", *RECIPE], stub)
+    with pytest.raises(SystemExit, match=r"^cannot write to --out "):
+        compare.main(["--out", str(out / "sla"), "--only", "sla", *RECIPE], stub)
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals between processes")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", None)])
 def test_stopped_it_leaves_all_resumable(out, stub, capsys, number):
     """As a Ctrl-C in a terminal, which signals the whole group of processes."""
     (out / "wait").touch()
@@ -158,6 +197,7 @@ def test_stopped_it_leaves_all_resumable(out, stub, capsys, number):
     arguments = ["--out", str(out), *only, *RECIPE]
     # A job in the background of a script inherits that Ctrl-C is ignored; a terminal's is not so.
     code = "import signal, sys, compare; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    code += "; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
     code += f"; sys.exit(compare.main({arguments!r}, {stub!r}))"
     path = os.pathsep.join([str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
@@ -188,12 +228,15 @@ def test_stopped_it_leaves_all_resumable(out, stub, capsys, number):
 
 
 def test_what_is_the_grids_own_is_refused_in_the_recipe(capsys):
-    for word in ("--seed", "--out=here", "--attention", "--att", "--resume"):
+    for word in ("--seed", "--out=here", "--attention", "--att", "--resume", "--o"):
         with pytest.raises(SystemExit):
             compare.parse(["--", word, "1"])
         assert "is the grid's, not the recipe's" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         compare.main(["--", "--no-such-option"])
+    with pytest.raises(SystemExit):
+        compare.parse(["--jobs", "2", "--data", "x"])
+    assert "options of train_ctc.py after a --, got --data" in capsys.readouterr().err
 
 
 def test_a_real_grid_of_two_runs(tmp_path, data_dir, monkeypatch):

@@ -619,6 +619,7 @@ def test_arguments_that_do_not_fit_the_weights(options, tmp_path):
         ({"n_head": 0}, ValueError, "n_head must be positive, got 0"),
         ({"context_size": -1}, ValueError, "context_size must be positive, got -1"),
         ({"n_head": 4.0}, TypeError, "n_head must be an int, got float"),
+        ({"n_head": True}, TypeError, "n_head must be an int, got bool"),
         ({"edge": "zeros"}, ValueError, "edge must be 'zero' or 'renormalize', got 'zeros'"),
     ],
 )

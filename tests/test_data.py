@@ -34,7 +34,7 @@ def write_manifest(directory: Path, rows: list[dict]) -> None:
     (directory / "manifest.jsonl").write_text(lines, encoding="utf-8")
 
 
-def test_manifest_reads_tar_and_plain_files(tmp_path):
+def test_manifest_reads_tar_and_plain_files(tmp_path, capsys):
     (tmp_path / "wav").mkdir()
     soundfile.write(tmp_path / "wav" / "plain.wav", tone(0.3), RATE)
     soundfile.write(tmp_path / "in_tar.flac", tone(0.2), RATE)
@@ -50,6 +50,7 @@ def test_manifest_reads_tar_and_plain_files(tmp_path):
         ],
     )
     corpus = data.read_manifest(tmp_path)
+    assert "manifest.jsonl, left out: 1 of train" in capsys.readouterr().out
     assert {split: len(utterances) for split, utterances in corpus.items()} == {
         "train": 1,  # that without words is dropped
         "test": 1,

@@ -3,6 +3,7 @@
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from cases import ATOL, DEVICE, close, error, random
@@ -607,3 +608,5 @@ def test_the_host_never_waits():
 def test_sizes_are_ints(name):
     with pytest.raises(TypeError, match=rf"^{name} must be an int, got float 2\.0"):
         ConformerEncoder(**{"input_dim": 8, "dim": 8, "n_head": 2, name: 2.0})
+    sizes = {"input_dim": 8, "dim": 8, "n_head": 2, "num_layers": 1, "conv_kernel": 3}
+    ConformerEncoder(**{**sizes, name: np.int64({**sizes, "subsampling": 4}[name])})

@@ -388,3 +388,13 @@ def test_unusable_arguments(capsys, arguments, message):
     with pytest.raises(SystemExit):
         stream.parse(["--checkpoint", "c.pt", *arguments.split()])
     assert message in capsys.readouterr().err
+
+
+def test_a_plot_that_cannot_be_written_is_found_before_the_stream(capsys, monkeypatch, tmp_path):
+    def full(dir):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(stream.tempfile, "TemporaryFile", full)
+    with pytest.raises(SystemExit):
+        stream.parse(["--checkpoint", "c.pt", "--plot", str(tmp_path / "p.png"), "a"])
+    assert "p.png: [Errno 28] No space left on device" in capsys.readouterr().err
