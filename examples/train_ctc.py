@@ -273,9 +273,14 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             torch.empty(0, device=ranks.device)
         except (AssertionError, RuntimeError) as error:  # the first: a torch without CUDA
             raise SystemExit(f"--device {args.device}: {error}") from error
-        there = last_checkpoint(args, ranks)
-        with alone(args.out) if ranks.rank == 0 else contextlib.nullcontext():
-            return run(args, ranks, there)
+        return run(args, ranks)
+
+
+def run(args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """Train and report as one of the ranks, in an output directory that no other job uses."""
+    there = last_checkpoint(args, ranks)
+    with alone(args.out) if ranks.rank == 0 else contextlib.nullcontext():
+        return run_from(there, args, ranks)
 
 
 def last_checkpoint(args: argparse.Namespace, ranks: Ranks) -> Path | None:
@@ -313,8 +318,8 @@ def alone(out: Path) -> Iterator[None]:
         yield
 
 
-def run(args: argparse.Namespace, ranks: Ranks, there: Path | None) -> dict[str, Any]:
-    """Train from the checkpoint that is there, or from the start, and report, as one of ranks."""
+def run_from(there: Path | None, args: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """`run` from the checkpoint that is there, or from the start."""
     source = source_name(args)
     checkpoint = args.out / "checkpoint.pt"
     try:
