@@ -6,7 +6,7 @@
 What follows the -- is train_ctc.py's and the same for all runs; the model is `ConformerEncoder`.
 Its --ffn is that of "mhsa", and the others' is chosen so that all have as many parameters. DIR gets
 a folder a run with its log, table.md and context.png. The same command goes on where it was
-stopped.
+stopped; processes of it that share a DIR, each with an --only of its own, share the work.
 """
 
 import argparse
@@ -145,6 +145,12 @@ def plan(recipe: list[str], out: Path, names: Sequence[str], seeds: int) -> list
     return runs
 
 
+def on_disk(out: Path) -> list[Run]:
+    """The runs that have a folder in out, of any of the grid's models and seeds."""
+    folders = [f for name in GRID for f in sorted(out.glob(f"{name}/seed-*"))]
+    return [Run(f.parent.name, int(f.name[5:]), 0, f, []) for f in folders if f.name[5:].isdigit()]
+
+
 def bind(out: Path, recipe: list[str], runs: list[Run], write: bool) -> None:
     """Make out the place of this recipe's runs; or, without write, only see whether it may be.
 
@@ -162,7 +168,7 @@ def bind(out: Path, recipe: list[str], runs: list[Run], write: bool) -> None:
         )
     if write:
         out.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(".recipe.json")
+        part = path.with_name(f".recipe-{os.getpid()}.json")  # two processes may begin at once
         part.write_text(json.dumps(recipe) + "\n")
         os.replace(part, path)
 
@@ -347,8 +353,8 @@ def main(argv: list[str] | None = None, command: Sequence[str] = TRAIN) -> int:
     try:
         runs = plan(args.recipe, args.out, args.only, args.seeds)
         states = [run.state for run in runs]
-        # Of any of the grid's runs, also those that --only and --seeds leave out.
-        every = [Run(folder.parent.name, 0, 0, folder, []) for folder in args.out.glob("*/seed-*")]
+        every = on_disk(args.out)
+        _ = [run.state for run in every]  # a damaged file is told now, not when all are trained
         bind(args.out, args.recipe, every, write=not args.list)
     except OSError as error:
         raise SystemExit(f"cannot write to --out {args.out}: {error}") from error
@@ -381,11 +387,12 @@ def main(argv: list[str] | None = None, command: Sequence[str] = TRAIN) -> int:
     finally:
         for number, before in signals.items():
             signal.signal(number, before)
-    text = table(runs)
+    every = on_disk(args.out)  # also those of earlier or other calls that --only leaves out here
+    text = table(every)
     print(text)
     (args.out / "table.md").write_text(text, encoding="utf-8")
     image = args.out / "context.png"
-    draw(image, runs)
+    draw(image, every)
     print(f"In {args.out}: table.md" + (", context.png" if image.exists() else ""))
     for run in failed:
         print(f"failed: {run.name}, seed {run.seed}: {run.log}", file=sys.stderr)

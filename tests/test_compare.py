@@ -127,6 +127,10 @@ def test_a_grid_with_a_table_and_a_plot(out, stub, capsys):
 
     assert compare.main(["--out", str(out), *only, *RECIPE], stub) == 0
     assert len(calls(out)) == 12  # what is done is not done again
+    others = "--only bisla --seeds 1".split()
+    assert compare.main(["--out", str(out), *others, *RECIPE], stub) == 0
+    rows = [line for line in (out / "table.md").read_text().splitlines() if line.startswith("|")]
+    assert [row.split(" | ")[2] for row in rows[2:]] == ["3", "3", "3", "1", "3"]  # nothing is lost
     with pytest.raises(SystemExit, match=r"runs of another recipe, --dim 32 .* give another --out"):
         compare.main(["--out", str(out), *only, *RECIPE, "--ema", "0.9"], stub)
 
