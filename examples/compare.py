@@ -10,14 +10,16 @@ stopped; processes of it that share a DIR, each with an --only of its own, share
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -98,6 +100,14 @@ def read_json(path: Path, then: str) -> Any:
         raise ValueError(f"{path} is damaged ({error}): delete it, {then}") from error
 
 
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A file to write that then takes path's place, though another process may write it too."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".") as folder:
+        yield Path(folder, path.name)
+        os.replace(Path(folder, path.name), path)
+
+
 def size(arguments: Sequence[str]) -> int:
     """Parameters of the model of a command line, but for those of its vocabulary."""
     with torch.device("meta"):
@@ -168,9 +178,8 @@ def bind(out: Path, recipe: list[str], runs: list[Run], write: bool) -> None:
         )
     if write:
         out.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".recipe-{os.getpid()}.json")  # two processes may begin at once
-        part.write_text(json.dumps(recipe) + "\n")
-        os.replace(part, path)
+        with whole(path) as part:
+            part.write_text(json.dumps(recipe) + "\n")
 
 
 def train(runs: list[Run], jobs: int, command: Sequence[str]) -> list[Run]:
@@ -291,13 +300,13 @@ def table(runs: list[Run]) -> str:
 def draw(path: Path, runs: list[Run]) -> None:
     """Save an image, WER against the context of LDSA that sees as far ahead as back, if any is."""
     found = by_name(runs)
-    path.unlink(missing_ok=True)
     points = {
         1 + left + right: found[name]
         for name, (attention, left, right) in GRID.items()
         if name in found and attention == "ldsa" and left == right
     }
     if not points:
+        path.unlink(missing_ok=True)
         return
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -320,7 +329,8 @@ def draw(path: Path, runs: list[Run]) -> None:
     axes.set_xticks(sorted(points), [str(c) for c in sorted(points)])
     axes.minorticks_off()
     axes.legend()
-    figure.savefig(path, dpi=120)
+    with whole(path) as part:
+        figure.savefig(part, dpi=120)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -390,7 +400,8 @@ def main(argv: list[str] | None = None, command: Sequence[str] = TRAIN) -> int:
     every = on_disk(args.out)  # also those of earlier or other calls that --only leaves out here
     text = table(every)
     print(text)
-    (args.out / "table.md").write_text(text, encoding="utf-8")
+    with whole(args.out / "table.md") as part:
+        part.write_text(text, encoding="utf-8")
     image = args.out / "context.png"
     draw(image, every)
     print(f"In {args.out}: table.md" + (", context.png" if image.exists() else ""))

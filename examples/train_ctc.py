@@ -170,6 +170,7 @@ def number(kind: type, expected: str, fits: Callable[[Any], bool]) -> Callable[[
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(
+        prog="train_ctc.py",  # where compare.py reads its recipe, too
         description=__doc__.partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -270,7 +271,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args.out = args.out or Path("runs") / f"{source_name(args)}-{name}"
     with ranks:
         try:
-            torch.empty(0, device=ranks.device)
+            torch.empty(0, device=ranks.device).cpu()
         except (AssertionError, RuntimeError) as error:  # the first: a torch without CUDA
             raise SystemExit(f"--device {args.device}: {error}") from error
         return run(args, ranks)

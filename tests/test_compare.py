@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -151,6 +153,22 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(out, stub, capsys):
     (out / "fail").unlink()
     assert compare.main(["--out", str(out), *only, *RECIPE], stub) == 0
     assert len(calls(out)) == 6
+
+
+def test_processes_that_begin_at_once_share_a_place(out):
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(50):
+            (out / "recipe.json").unlink(missing_ok=True)
+            both = threading.Barrier(2)
+
+            def begin(barrier=both):
+                barrier.wait()
+                compare.bind(out, ["--steps", "3"], [], write=True)
+
+            for started in [pool.submit(begin), pool.submit(begin)]:
+                started.result()
+    assert json.loads((out / "recipe.json").read_text()) == ["--steps", "3"]
+    assert [path.name for path in out.iterdir()] == ["recipe.json"]
 
 
 def test_a_recipe_that_no_run_can_use_ends_at_once_and_binds_nothing(out, stub, capsys):

@@ -400,8 +400,9 @@ def test_a_model_that_cannot_be_built_is_refused(run, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=r"cannot build the model on --device cpu: "):
         run(f"--left={10**30}")
     monkeypatch.setattr(train_ctc, "read_corpus", lambda args: pytest.fail("read"))
-    with pytest.raises(SystemExit, match=r"^--device foo: "):
-        run("--device=foo")
+    for device in ("foo", "meta"):
+        with pytest.raises(SystemExit, match=f"^--device {device}: "):
+            run(f"--device={device}")
     with pytest.raises(SystemExit):
         run(f"--seed={2**63}")
     assert "--seed: expected a whole number of at least 0 and below 2^63" in capsys.readouterr().err
